@@ -1,4 +1,4 @@
-"""The one reader of adapter folders: which folder is meant, whose it is, and every way in which it can be damaged."""
+"""Test the one reader of adapter folders: which folder is meant, which run and base it belongs to, and damage."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""What a saved adapter says about itself."""
+"""Test what the card of a saved adapter says about it."""
 
 from pathlib import Path
 

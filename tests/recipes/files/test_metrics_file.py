@@ -1,4 +1,4 @@
-"""metrics.jsonl under today's names, whichever version wrote it."""
+"""Test that metrics.jsonl is read under today's names, whichever version wrote it."""
 
 import json
 

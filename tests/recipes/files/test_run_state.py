@@ -1,4 +1,4 @@
-"""Which folders are checkpoints of a run, which one it goes on from, and what must have stayed the same for that."""
+"""Test which folders are checkpoints of a run, which one it resumes from, and what must not have changed."""
 
 import contextlib
 import json
@@ -68,7 +68,7 @@ def test_a_damaged_state_is_named_and_passed_over(content: str, tmp_path: Path) 
 
 
 def test_a_run_goes_on_from_its_last_step(tmp_path: Path) -> None:
-    """By number: checkpoint-10 is later than checkpoint-9."""
+    """Check that steps are compared as numbers: checkpoint-10 is later than checkpoint-9."""
     checkpoint(tmp_path, 99, "checkpoint-99-of-mine")
     folders = [checkpoint(tmp_path, step) for step in (10, 9, 8)]
     for asked in (True, "true", "True"):

@@ -1,4 +1,4 @@
-"""What is written whole or not at all."""
+"""Test that files and folders are written whole or not at all."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward and what is alive in it: the estimates of a plan against real tensors."""
+"""Test a plan's estimates against real tensors: what a forward saves for its backward, and what is alive in it."""
 
 import weakref
 from typing import Any
@@ -25,7 +25,7 @@ TOKENS = 512
 
 
 class MLPOnAGpu(rounding.GatedMLP):
-    """What a GatedMLP computes on a GPU, here by the CPU reference of the same operator."""
+    """Compute what a GatedMLP computes on a GPU, by the CPU reference of the same operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return lora.gated(*lora.together(x, self.gate_proj, self.up_proj), self.down_proj)
@@ -46,7 +46,7 @@ def small(kind: str, layers: int) -> Any:
 
 
 def packed_experts(module: Any) -> FrozenNVFP4Experts:
-    """Some of the shapes of ``module``."""
+    """Return packed experts with some of the shapes of ``module``."""
 
     def packed(w: torch.Tensor, parts: int) -> PackedExperts:
         each = [nvfp4.quantize(expert) for expert in w.data]
@@ -59,7 +59,7 @@ def packed_experts(module: Any) -> FrozenNVFP4Experts:
 
 
 def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
-    """A random model as the trainer has it, with an adapter of rank 16 in fp32."""
+    """Return a random model as the trainer has it, with an adapter of rank 16 in fp32."""
     torch.manual_seed(0)  # where a mixture's tokens go decides what a CPU, which takes expert after expert, has alive
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, module in list(model.named_modules()):
@@ -86,7 +86,7 @@ def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps what PyTorch's does: queries, keys, values, output and a number a head and query."""
+    """Save what PyTorch's does: queries, keys, values, output and one number per head and query."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class FlashAttention(torch.autograd.Function):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLPs and the attention of a packed row keep what they keep on a GPU."""
+    """Make MLPs and the attention of a packed row save what they save on a GPU."""
     arguments = logprobs._arguments
 
     def with_spans(base: Any, row: Any) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved_bytes(
     kind: str, layers: int, *, padded: bool, autocast: bool, dtype: torch.dtype, shared: int
 ) -> tuple[int, ModelSize]:
-    """What a forward keeps for its backward, weights apart, and the size of the model.
+    """Return the bytes that a forward saves for its backward, without weights, and the size of the model.
 
-    The tokens are one padded sequence, or two packed ones, or three that share a prompt of ``shared`` tokens.
+    The tokens are one padded sequence, two packed ones, or three that share a prompt of ``shared`` tokens.
     """
     config = small(kind, layers)
     policy = policy_of(config, dtype, autocast=autocast)
@@ -123,7 +123,7 @@ def saved_bytes(
     def note(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in own:
-            saved[address] = tensor  # held, so that no other tensor gets its address
+            saved[address] = tensor  # kept alive, so that no other tensor gets its address
         return tensor
 
     ids = torch.randint(2, 60, (1, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -165,7 +165,7 @@ EXACT, COARSE = 0.01, 0.1
 def test_a_block_keeps_what_pytorch_saves(
     kind: str, padded: bool, autocast: bool, dtype: torch.dtype, shared: int, within: float
 ) -> None:
-    """The second layer of a model adds what is estimated."""
+    """Compare the estimate with what the second layer of a model adds."""
     options: Any = {"padded": padded, "autocast": autocast, "dtype": dtype, "shared": shared}
     (one, size), (two, _) = (saved_bytes(kind, layers, **options) for layers in (1, 2))
     # one block's adapter in BF16, counted elsewhere
@@ -183,9 +183,9 @@ def test_a_block_keeps_what_pytorch_saves(
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors that operators have returned and that are alive, ``now`` and at the most since ``mark``.
+    """Count bytes of live tensors that operators returned: ``now``, and the most since ``mark``.
 
-    What an operator of ours takes inside is not seen, and need not be the same on a GPU.
+    Temporary memory inside our operators is not seen, and may differ on a GPU.
     """
 
     def __init__(self) -> None:
@@ -218,8 +218,10 @@ class Alive(TorchDispatchMode):
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
 def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward of checkpointed blocks: one that was computed again, and what its gradients take, less the copies
-    that weights and sums take on a CPU alone."""
+    """Compare with the backward of checkpointed blocks: one recomputed block and what its gradients take.
+
+    Copies of weights and sums that exist only on a CPU are left out.
+    """
     tokens, config = 1024, small(kind, 2)
     policy, size = policy_of(config, torch.bfloat16, autocast=True), measure(config.to_dict())
     expanded: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
@@ -266,7 +268,10 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
 
 
 def test_the_head_needs_what_was_measured_on_an_h200() -> None:
-    """1.37 GiB for linear_logprob with its backward: 8192 tokens of the 7B model, kernels/results/README.md."""
+    """Compare with 1.37 GiB measured for linear_logprob with its backward.
+
+    It was measured on 8192 tokens of the 7B model; see kernels/results/README.md.
+    """
     batch = estimates.MicroBatch(8192, 8192, 8192, 0, 8192)
     size = measure(read_config("Qwen/Qwen2.5-7B-Instruct"))
     _, head = estimates.at_work(size, batch, 0, checkpointing=True, expands=False)

@@ -1,4 +1,4 @@
-"""The memory plan of every recipe: its parts, what lowers them, and what it advises where it does not fit."""
+"""Test the memory plan of every recipe: its parts, what lowers them, and its advice where it does not fit."""
 
 import json
 import re
@@ -26,7 +26,7 @@ HOPPER, NO_HOPPER = Gpu(80 * GB, is_hopper=True), Gpu(80 * GB, is_hopper=False)
 
 
 def plan(path: Path, *flags: str, gpu: Gpu = HOPPER) -> Plan:
-    """With all blocks recomputed where no flag says how many."""
+    """Make a plan with all blocks recomputed, unless a flag says how many."""
     settings = parse(["--config", str(path), *CPU, *flags])
     if "--recompute_layers" not in flags:
         settings[1].recompute_layers = None
@@ -39,7 +39,7 @@ def part(plan: Plan, name: str) -> Part:
 
 @pytest.mark.parametrize("path", ON_A_GPU, ids=[f"{path.parts[-3]}/{path.stem}" for path in ON_A_GPU])
 def test_every_recipe_fits_the_gpu_of_its_header(path: Path) -> None:
-    """On any GPU of that size: from 80 GB on there are some with tiles and some with Marlin."""
+    """Check any GPU of that size: from 80 GB on, some use tiles and some use Marlin."""
     found = re.search(r"^# GPU: meant for one of (\d+) GB", path.read_text(), re.MULTILINE)
     assert found is not None
     settings = parse(["--config", str(path), *CPU])
@@ -68,14 +68,17 @@ def test_a_sleeping_engine_gives_back_what_is_not_shared() -> None:
 
 
 def test_the_engine_takes_its_share_and_nothing_more() -> None:
-    """vLLM's own rule: the cache is what weights, adapter, profiled scratch and graphs leave of the share."""
+    """Check vLLM's own rule for the size of the cache.
+
+    It is what weights, adapter, profiled scratch and CUDA graphs leave of the engine's share.
+    """
     planned = plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.5")
     names = ("engine's weights", "engine's adapter", "KV cache", "engine's scratch", "CUDA graphs")
     assert sum(part(planned, name).rollout for name in names) == 40 * GB
 
 
 def test_the_cache_holds_what_its_bytes_hold() -> None:
-    """A token of the 32B model: keys and values of 64 layers, 8 heads of 128, in BF16: 256 KiB."""
+    """Count 256 KiB for a token of the 32B model: BF16 keys and values of 64 layers with 8 heads of 128."""
     planned = plan(NVFP4_32B)
     tokens = part(planned, "KV cache").rollout // (256 * 1024)
     assert f"{tokens // 2560} of 64 full sequences" in part(planned, "KV cache").detail
@@ -85,7 +88,10 @@ def test_the_cache_holds_what_its_bytes_hold() -> None:
 
 
 def test_weights_of_the_smallest_arm_have_no_advice() -> None:
-    """They are read by the trainer, too, so that they stay while the engine sleeps, and are of the smallest arm."""
+    """Check weights that cannot be made smaller.
+
+    They are of the smallest arm, and stay while the engine sleeps because the trainer reads them too.
+    """
     assert part(plan(NVFP4_32B), "engine's weights").knobs == ()
     own = part(plan(NVFP4_32B, "--quantization", "bf16"), "engine's weights")
     assert own.knobs == ("vllm_enable_sleep_mode: true", "quantization: qerl_nvfp4")
@@ -193,7 +199,7 @@ def test_a_small_cache_says_which_share_holds_all() -> None:
 
 
 def engine_options(settings: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the rollout asks of vLLM on an H100, without an engine."""
+    """Return the options that the rollout gives vLLM on an H100, without starting an engine."""
     _, training, model = settings
     engine: Any = object.__new__(rollout.VLLMRollouts)
     engine._training, engine._tensor_parallel, engine._processes = training, 1, 1
@@ -269,7 +275,10 @@ AT_ONCE = [f"train_{of}_NVIDIA_H200" for of in ("7B_80GB", "30B-A3B")]
 
 @pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.stem)
 def test_a_plan_is_what_a_run_took(file: Path) -> None:
-    """The most memory of each process in whole steps on a GPU, with all, some or none of the blocks recomputed."""
+    """Compare with the peak memory of each process in whole steps on a GPU.
+
+    All, some or none of the blocks are recomputed.
+    """
     result = json.loads(file.read_text())
     config = shapes.config_json(result["shape"])
     gpu = Gpu(143_771 * 2**20, is_hopper=True)  # an H200, as the driver tells
@@ -287,7 +296,7 @@ def test_a_plan_is_what_a_run_took(file: Path) -> None:
 
 
 def tokens(*flags: str) -> str:
-    """What the plan of a recipe of 4 prompts with 8 completions says of the activations of 8 sequences."""
+    """Return the plan's detail about the activations of 8 sequences, for 4 prompts with 8 completions."""
     sizes = "--num_generations 8 --per_device_train_batch_size 8 --gradient_accumulation_steps 4"
     lengths = "--max_prompt_length 256 --max_completion_length 1024 --vllm_max_model_length 1280"
     return part(plan(NVFP4_32B, *sizes.split(), *lengths.split(), *flags), "activations").detail
@@ -316,7 +325,10 @@ def test_completions_that_may_be_apart_share_no_prompt(flags: list[str]) -> None
 
 
 def test_the_allocator_has_two_fifths_of_temporary_memory() -> None:
-    """Chosen by what runs took (``kernels/results``); there the second is what nearly all of them have."""
+    """Check numbers that were chosen by what runs took (``kernels/results``).
+
+    Nearly all of those runs have the second one.
+    """
     small = plan(NVFP4_32B, "--max_completion_length", "256", "--vllm_max_model_length", "512")
     at_work = sum(part(small, name).training for name in ("activations", "at work"))
     context = 900_000_000

@@ -1,4 +1,4 @@
-"""The bytes behind a memory plan, against published counts, measurements on a GPU, and tensors that exist."""
+"""Test the bytes behind a memory plan against published counts, GPU measurements, and real tensors."""
 
 import dataclasses
 from pathlib import Path
@@ -46,7 +46,10 @@ def test_parameters_are_those_of_the_model_cards(name: str, parameters: float, w
 
 
 def test_the_engines_weights_are_those_measured_on_an_h200() -> None:
-    """7B with a resident adapter of rank 32, and in BF16; 32B in NVFP4 has 20.7 GB in arXiv 2510.11696, Table 8."""
+    """Compare 7B with a resident adapter of rank 32, 7B in BF16, and 32B in NVFP4.
+
+    arXiv 2510.11696, Table 8, gives 20.7 GB for the last.
+    """
     size, large = size_of("Qwen/Qwen2.5-7B-Instruct"), size_of("Qwen/Qwen2.5-32B-Instruct")
     packed = sizes.engine_weights(size, "qerl_nvfp4") + sizes.resident_adapter(size, 32)
     assert packed / GIB == pytest.approx(5.69, abs=0.006)
@@ -89,7 +92,7 @@ def unique_bytes(tensors: Any) -> int:
 
 
 def test_a_plan_is_the_sum_of_real_tensors(make_trainer: Any, tmp_path: Path) -> None:
-    """Engine, trainer and adapter of the demo's model, each tensor counted; the scales of the cache apart."""
+    """Count each tensor of the engine, trainer and adapter of the demo's model, without the scales of the cache."""
     base = tmp_path / "nvfp4"
     quantize_checkpoint(DEMO / "starting_model", base)
     trainer, size = make_trainer(base, rank=32), measure(read_config(base))
@@ -141,7 +144,7 @@ def recipe(*flags: str) -> Any:
 
 
 def saved(folder: Path, **values: Any) -> str:
-    """The folder of an adapter, as far as anything reads it before the model loads."""
+    """Save those parts of an adapter that are read before the model loads, and return its folder."""
     LoraConfig(r=RANK, **values).save_pretrained(folder)
     (folder / "adapter_model.safetensors").touch()
     return str(folder)
@@ -162,7 +165,10 @@ def test_the_counted_adapter_is_the_one_that_peft_makes(selection: dict[str, Any
 
 
 def test_activations_are_those_of_the_most_adapted_block(tmp_path: Path) -> None:
-    """The first block has none here, and the last as many as without layers_to_transform."""
+    """Check adapters that leave out the first block.
+
+    The last block has as many layers adapted as without layers_to_transform.
+    """
     _, config = size_and_config()
 
     def activations(name: str, **selection: Any) -> int:
@@ -205,7 +211,7 @@ def test_an_adapter_on_no_layer_is_refused_by_its_folder(selection: dict[str, An
 
 
 def allocated(state: object) -> int:
-    """Bytes of all tensors but single numbers, such as counters of steps."""
+    """Return the bytes of all tensors except single numbers, such as step counters."""
     if isinstance(state, torch.Tensor):
         return state.nbytes if state.numel() > 1 else 0
     return sum(map(allocated, state.values())) if isinstance(state, dict) else 0
@@ -214,7 +220,7 @@ def allocated(state: object) -> int:
 @pytest.mark.parametrize("rank", [2, 32])
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd"])
 def test_an_optimizers_state_is_what_it_allocates(name: str, rank: int, tmp_path) -> None:
-    """An adapter of rank 2 or 32 on a layer, and a norm."""
+    """Check an adapter of rank 2 or 32 on a layer, and a norm."""
     shapes = [(rank, 192), (96, rank), (192,)]
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(shape)) for shape in shapes)
     arguments = TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True, report_to=[])

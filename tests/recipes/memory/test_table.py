@@ -1,6 +1,6 @@
-"""What a user reads of a plan: of the doctor, as a run starts or is refused, and when the GPU's memory runs out.
+"""Test what a user reads of a plan: from the doctor, when a run starts or is refused, and when GPU memory runs out.
 
-The error of memory that runs out is made by hand: a real one needs a GPU that is full.
+The out-of-memory error is made by hand, because a real one needs a full GPU.
 """
 
 import re
@@ -37,7 +37,7 @@ ORIGINAL = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 @pytest.fixture
 def small_run(make_nvfp4: Any, tmp_path: Path) -> list[str]:
-    """Flags of a run on a tiny checkpoint."""
+    """Return the flags of a run on a tiny checkpoint."""
     settings = {
         "model_name_or_path": make_nvfp4("qwen2"),
         "output_dir": tmp_path / "run",
@@ -99,7 +99,7 @@ def test_a_run_that_does_not_fit_is_refused(small_run: list[str], monkeypatch: p
 
 @pytest.fixture
 def reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes of models that are not here, and whose data the hub has, are planned without both."""
+    """Plan recipes without reading their models, which are not here, or their data, which are on the hub."""
     rows = Dataset.from_dict({"prompt": ["1"] * 64, "answer": ["1"] * 64, "solution": ["1"] * 64})
     monkeypatch.setattr(prompts, "read", lambda script, loaders: (rows, rows))
 
@@ -179,7 +179,7 @@ def test_running_out_names_phase_plan_key_and_resumption(
     make_nvfp4: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The run is stopped in its second rollout, after a checkpoint, and then goes on from it to the end."""
+    """Stop the run in its second rollout, after a checkpoint, and resume it to the end."""
     base = make_nvfp4("qwen2")
     trainer = make_trainer(base, save_strategy="steps", save_steps=1, lr_scheduler_type="constant", max_steps=1)
     trainer.train()
@@ -204,13 +204,13 @@ def test_running_out_names_phase_plan_key_and_resumption(
 
 
 class Failing:
-    """Stands in for a trainer whose third step has passed."""
+    """Stand in for a trainer whose third step has passed."""
 
     state, vllm_generation = SimpleNamespace(global_step=3), None
     train = staticmethod(failing)
 
     def add_callback(self, callback: Any) -> None:
-        """It has no loop to call it in."""
+        """Ignore the callback, because there is no loop to call it in."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Attention over packed rows, and its rotation by one kernel, against transformers' own."""
+"""Test attention over packed rows, and its rotation by one kernel, against transformers' own."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ P, C = 7, 9  # columns of prompts and of completions
 
 
 def batch():
-    """Three completions of one prompt and two of prompts of their own, of different lengths."""
+    """Return three completions of one prompt and two with prompts of their own, of different lengths."""
     ids = torch.randint(2, 64, (5, P + C), generator=torch.Generator().manual_seed(3))
     ids[:3, :P] = ids[0, :P]
     mask = torch.ones_like(ids)
@@ -24,7 +24,7 @@ def batch():
 
 
 def naive_varlen(query, key, value, starts, key_starts, longest, longest_key, *, scale, window_size, **grouped):
-    """What flash attention computes: (T, heads, D), the causal mask aligned with the last key of each sequence."""
+    """Compute flash attention naively on (T, heads, D), with the causal mask aligned to each sequence's last key."""
     assert grouped == attention.GROUPED
     assert starts.dtype == key_starts.dtype == torch.int32
     assert (longest, longest_key) == (int(starts.diff().max()), int(key_starts.diff().max()))

@@ -1,4 +1,4 @@
-"""Frozen NVFP4 linears and experts against dense weights, and what is refused while experts load."""
+"""Test frozen NVFP4 linears and experts against dense weights, and what is refused while experts load."""
 
 import json
 import shutil
@@ -68,14 +68,17 @@ def test_moving_to_another_dtype_leaves_the_packed_weight_alone():
 
 
 def test_a_bias_of_another_dtype_becomes_one_of_the_activations():
-    """LoRA takes its own dtype from the placeholder, and that follows the bias when the layer is moved."""
+    """Check the placeholder weight, from which LoRA takes its dtype.
+
+    The placeholder follows the bias when the layer is moved.
+    """
     frozen = layer(dtype=torch.bfloat16).to("cpu")
     assert frozen.bias.dtype == frozen.weight.dtype == frozen(torch.randn(2, 64).bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("exponent", [0, 3])
 def test_marlins_block_scales_are_read_with_their_exponent(exponent):
-    """vLLM stores those of a layer without large ones times a power of two."""
+    """Check a layer without large block scales, which vLLM stores multiplied by a power of two."""
     packed = nvfp4.quantize(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
     block_scales = (packed.block_scales.float() / 8).to(torch.float8_e4m3fn)
     own = FrozenNVFP4Linear(packed.codes, block_scales, packed.divisor, None, torch.float32)
@@ -144,7 +147,7 @@ IDS = torch.tensor([[2, 9, 4, 17, 30]])
 
 
 def pack(weights: list[torch.Tensor], parts: int) -> tuple[PackedExperts, torch.Tensor]:
-    """Each part of each expert with a tensor scale of its own, and the dense weights that they stand for."""
+    """Pack each part of each expert with its own tensor scale, and return also the equivalent dense weights."""
     packed = [[nvfp4.quantize(part) for part in w.chunk(parts)] for w in weights]
     dense = [
         torch.cat([nvfp4.dequantize(p.codes, p.block_scales).float() / p.divisor for p in parts]) for parts in packed

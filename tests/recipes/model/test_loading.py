@@ -18,7 +18,7 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral"]
 
 
 def dense(bf16_folder, nvfp4_folder, dtype=torch.float32):
-    """The same model by another way: dense weights computed from the packed tensors, in stock transformers."""
+    """Build the same model in stock transformers, with dense weights computed from the packed tensors."""
     model = transformers.AutoModelForCausalLM.from_pretrained(bf16_folder, dtype=dtype)
     tensors = load_file(nvfp4_folder / "model.safetensors")
     for name, module in model.named_modules():
@@ -60,9 +60,11 @@ def test_the_bf16_arm_is_transformers_own_model(make_bf16):
 
 @torch.no_grad()
 def test_fp32_norms_stay_within_the_stated_tolerance_of_stock(make_bf16):
-    """Mean differences of log-probabilities, in fp32. The two models are 0.0146 and 0.0174 from the same model in fp32,
-    and 0.0196 to 0.0199 from each other, with plain, AVX2 and AVX-512 code. Another processor sums in another order,
-    which moves these means by hundredths of themselves; the bound leaves a half.
+    """Bound mean differences of log-probabilities in fp32.
+
+    The two models are 0.0146 and 0.0174 from the same model in fp32, and 0.0196 to 0.0199 from each other. These ranges
+    cover plain, AVX2 and AVX-512 code. Another processor sums in another order, which moves the means by hundredths of
+    themselves. The bound leaves a margin of a half.
     """
     folder = make_bf16("qwen2")
 
@@ -210,7 +212,7 @@ def test_a_damaged_checkpoint_is_refused_before_building(make_nvfp4, tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_nvfp4_cannot_hold_is_refused_by_name(bad, make_bf16, tmp_path):
-    """Rounded, it would be a number like any other."""
+    """Check NaN and infinite weights, which rounding would turn into ordinary numbers."""
     folder = tmp_path / "bad"
     shutil.copytree(make_bf16("qwen2"), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -221,7 +223,9 @@ def test_a_weight_that_nvfp4_cannot_hold_is_refused_by_name(bad, make_bf16, tmp_
 
 
 def test_nf4_weights_are_quantized_on_their_copys_stream(make_bf16, monkeypatch):
-    """Whether they then are those of the file, on a GPU that is busy: tests/gpu/test_nf4_loading.py."""
+    """Check the order of streams only; tests/gpu/test_nf4_loading.py compares the weights with the file's on a busy
+    GPU.
+    """
     order, now = [], ["vLLM's"]
 
     @contextlib.contextmanager

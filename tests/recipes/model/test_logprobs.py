@@ -8,7 +8,10 @@ from qerl_recipes.model.packing import pack
 
 @torch.no_grad()
 def test_logits_are_rounded_to_the_heads_dtype(make_nvfp4):
-    """Against torch's BF16 product of the same hidden states; unrounded logits differ by up to 2^-9 of their size."""
+    """Compare with torch's BF16 product of the same hidden states.
+
+    Unrounded logits differ by up to 2^-9 of their size.
+    """
     model, states = loading.load(make_nvfp4("qwen2")), []
     ids = torch.randint(2, 27, (1, 24), generator=torch.Generator().manual_seed(1))
     assert logprobs.prepare(model) is None

@@ -27,7 +27,7 @@ def adapted(make_nvfp4):
 
 
 def layer_results(layer, x, dy, dtype):
-    """Output, gradients of x, A and B of one LoRA layer, under autocast where ``dtype`` is BF16."""
+    """Return output and gradients of x, A and B of one LoRA layer, under autocast where ``dtype`` is BF16."""
     x = x.detach().clone().to(dtype).requires_grad_()
     layer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -54,7 +54,7 @@ def test_it_is_peft_s_arithmetic_with_fewer_roundings(name, adapted):
 
 
 def frozen(kind):
-    """A frozen linear with a bias -> the layer, its dense weight in fp64, its bias."""
+    """Return a frozen linear with a bias, its dense weight in fp64, and its bias."""
     generator = torch.Generator().manual_seed(0)
     packed = nvfp4.quantize(torch.randn(N, K, generator=generator).bfloat16())
     parts, bias = (packed.codes, packed.block_scales), torch.randn(N, generator=generator).bfloat16()
@@ -120,7 +120,7 @@ def test_output_and_gradients_are_those_of_the_formula(kind, input_dtype):
     ids=["4-bit", "dense", "two scalings", "4-bit and dense"],
 )
 def test_alike_layers_of_one_input_are_computed_together(kinds, alphas, together, monkeypatch):
-    """Every gradient is that of the layers one after the other, but for the order of sums."""
+    """Check that every gradient equals that of the layers run one by one, up to the order of sums."""
     parts = {name: frozen(kind)[0] for name, kind in zip(("first", "second"), kinds, strict=True)}
     ranks, alpha = {"first": 4, "second": 8}, {"first": alphas[0], "second": alphas[1] * 2}
     adapter = LoraConfig(target_modules=list(parts), rank_pattern=ranks, alpha_pattern=alpha)
@@ -218,7 +218,10 @@ def test_an_output_that_nobody_uses_adds_nothing():
 
 
 def test_a_bias_far_above_the_product_keeps_its_last_bits():
-    """As on the keys of Qwen2, where it is in the hundreds: it goes through the product in two parts."""
+    """Check a bias that goes through the product in two parts.
+
+    On the keys of Qwen2 the bias is in the hundreds.
+    """
     base, w, _ = frozen("checkpoint")
     base.bias.data = (1000 * torch.randn(N, generator=torch.Generator().manual_seed(5))).bfloat16()
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))

@@ -1,4 +1,4 @@
-"""The trainer's norms by themselves: what they compute with noise, and which modules of a model they replace."""
+"""Test the trainer's norms by themselves: their result with noise, and which modules of a model they replace."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from qerl_vllm_plugin import noise
 
 
 class Norm(torch.nn.Module):
-    """As transformers writes them: times w, or times 1 + w."""
+    """Compute a norm as transformers writes them: times w, or times 1 + w."""
 
     def __init__(self, size: int, plus: float = 0.0, power: float = 1.0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def test_promise_03_the_noise_is_added_to_the_weight_that_the_input_is_multiplie
     weight, added = 0.5 + torch.rand(64, generator=generator), 0.2 * torch.randn(64, generator=generator)
     norm, x = TrainerRMSNorm(weight, 1e-5, rounded=rounded, offset=offset), x_of(64)
     unit = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    tolerance = 2**-8 * (3 if rounded else 1)  # roundings to 8 bits: weight, normalized input and product, or one
+    tolerance = 2**-8 * (3 if rounded else 1)  # roundings to 8 bits: three (weight, normalized input, product) or one
     for now in (None, added, None):
         norm.noise = now
         exact = unit * (offset + weight.double() + (0 if now is None else now.double()))

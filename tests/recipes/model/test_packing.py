@@ -1,4 +1,4 @@
-"""Packed rows against a padded batch, and rows dealt evenly to the micro-batches of a step."""
+"""Test that packed rows compute what a padded batch does, and that micro-batches get rows evenly."""
 
 import contextlib
 import math
@@ -24,7 +24,10 @@ TEMPERATURE = 0.7
 
 @pytest.fixture
 def batch():
-    """Four prompts, two of them with several completions: left-padded, of one token and of all, one masked out."""
+    """Return four left-padded prompts, two of them with several completions.
+
+    Some completions have one token, some fill the width, and one is masked out.
+    """
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(2, 64, (n,), generator=generator) for n in (P, 1, 4, 3)]
     of_prompt, lengths = (0, 0, 0, 1, 2, 2, 3), (C, 1, 4, 2, 0, C, 1)
@@ -50,7 +53,7 @@ def policy(folder, quantization="qerl_nvfp4", dtype=torch.float32, **options):
 
 
 def padded(adapted, ids, mask):
-    """TRL's way: the padded batch through its fused head."""
+    """Compute as TRL does: the padded batch through TRL's fused head."""
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-C] = -100
     out = adapted(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
@@ -274,7 +277,10 @@ def test_each_token_has_one_place_within_the_budget(sequences, pack_tokens, shar
 
 
 def test_completions_of_one_prompt_fill_rows_the_longest_first():
-    """By hand: a prompt of 2 tokens and 10 for a row. 8 fill one; 5 and 3 share the prompt in the next; 1 is left."""
+    """Compare with a packing by hand of a prompt of 2 tokens into rows of 10.
+
+    The completion of 8 fills one row; 5 and 3 share the prompt in the next; 1 is left.
+    """
     ids = torch.ones(4, P + C, dtype=torch.long)
     own = torch.tensor([3, 8, 1, 5])
     places = torch.arange(P + C)
@@ -351,7 +357,7 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(make_trainer, ma
 
 
 def gradient_of_a_share(rank, folder, file, batch, row_sets):
-    """One of two processes under DDP: its share of the batch in as many packed rows as it happens to need."""
+    """Run one of two processes under DDP on its share of the batch, in as many packed rows as that needs."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     adapted = policy(folder)
@@ -431,7 +437,10 @@ def test_micro_batches_become_even_and_keep_groups():
 
 
 def test_a_prompt_drawn_twice_keeps_other_groups_whole():
-    """Twelve rows of four, one prompt in two groups; the longest completions are dealt first, in whole groups."""
+    """Check twelve rows in groups of four, with one prompt in two groups.
+
+    The longest completions are dealt first, in whole groups.
+    """
     prompts = torch.tensor([5, 6, 5]).repeat_interleave(4)[:, None]
     completions = torch.arange(12)[:, None].expand(12, 12)
     mask = (torch.arange(12) < torch.arange(12, 0, -1)[:, None]).long()
@@ -446,7 +455,7 @@ def test_a_prompt_drawn_twice_keeps_other_groups_whole():
 
 
 def micro_batches(prompts, lengths, sizes, advantages=None):
-    """Micro-batches of so many rows each: prompts of one token, completions of so many."""
+    """Return micro-batches with the given numbers of rows: prompts have one token, completions the given lengths."""
     lengths = torch.tensor(lengths)
     whole = {
         "prompt_ids": torch.tensor(prompts)[:, None],
@@ -470,7 +479,7 @@ def test_the_longest_rows_are_dealt_first():
 
 
 def test_groups_that_do_not_fit_are_dealt_row_by_row():
-    """Groups of two, and micro-batches of three."""
+    """Check groups of two in micro-batches of three."""
     batches = micro_batches([5, 5, 6, 6, 7, 7], [1, 9, 8, 2, 7, 3], [3, 3])
     assert rows(even_micro_batches(batches, 2)) == [[1, 3, 5], [0, 2, 4]]
 

@@ -1,4 +1,4 @@
-"""The trainer's model rounds where a compiled engine rounds, and computes the same otherwise."""
+"""Test that the trainer's model rounds where a compiled engine rounds, and computes the same otherwise."""
 
 import pytest
 import torch

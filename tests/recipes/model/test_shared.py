@@ -1,4 +1,7 @@
-"""One copy of the frozen weights: what the trainer computes on the engine's is what it computes on its own."""
+"""Test one shared copy of the frozen weights.
+
+The trainer must compute the same on the engine's weights as on its own.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -31,7 +34,7 @@ def linears(model):
 
 
 def answer(model):
-    """Logits, and the gradient with respect to the embedded input."""
+    """Return the logits, and the gradient with respect to the embedded input."""
     x = model.get_input_embeddings()(IDS).detach().requires_grad_()
     logits = model(inputs_embeds=x).logits
     logits.float().log_softmax(-1)[..., 3].sum().backward()
@@ -44,7 +47,7 @@ def same_answers(a, b):
 
 @pytest.fixture(scope="module")
 def engine_on(engine_options):
-    """engine_on(folder) -> the lent weights and the engine's model."""
+    """Return engine_on(folder), which returns the lent weights and the engine's model."""
     from vllm import LLM
 
     engines = []
@@ -98,9 +101,9 @@ def test_bf16_quantized_by_the_engine_is_not_quantized_again(make_bf16, make_nvf
 
 
 def lend(own, prepare, cut):
-    """What an engine would lend: fused layers that are prepared as a whole and cut into their parts.
+    """Lend weights as an engine would: prepare fused layers as a whole and cut them into their parts.
 
-    ``prepare(codes, block_scales, row_scale)`` makes of a layer what ``cut(layer, part, first, rows)`` takes.
+    ``prepare(codes, block_scales, row_scale)`` makes the layer that ``cut(layer, part, first, rows)`` takes.
     """
     lent, left = FrozenWeights(), dict(linears(own))
     while left:
@@ -120,12 +123,12 @@ def lend(own, prepare, cut):
 
 
 def tile(own):
-    """On a Hopper GPU: in tiles."""
+    """Lend the weights in tiles, as an engine on a Hopper GPU does."""
     return lend(own, tiles.tile_weight, lambda whole, _, first, rows: tiled_part(whole, first, rows))
 
 
 def marlin_layer(codes, block_scales, row_scale):
-    """A layer as ``layouts.Marlin`` leaves it, by the closed forms, with 64 columns of K filled up."""
+    """Build a layer as ``layouts.Marlin`` leaves it, by the closed forms, with 64 columns of K filled up."""
     part, exponent, (N, half) = torch.nn.Module(), 0, codes.shape
     missing = -N % 64
     words = repack(torch.nn.functional.pad(codes, (0, 32, 0, missing)))
@@ -235,7 +238,7 @@ def test_weights_of_another_model_are_refused(make_nvfp4):
 
 @pytest.fixture
 def run(write_recipe, tmp_path):
-    """run(name, **changes) -> the folder of a finished run of three steps with noise, and its trainer.
+    """Return run(name, **changes), which trains three steps with noise and returns the folder and the trainer.
 
     ``before(trainer)`` is called before it trains.
     """
@@ -262,7 +265,7 @@ def run(write_recipe, tmp_path):
 
 
 def weights_in_the_engine(trainer):
-    """How many of the trainer's frozen linears lie in the engine."""
+    """Count the trainer's frozen linears whose weights lie in the engine."""
     llm = trainer.vllm_generation.llm
     engine = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     theirs = {t.untyped_storage().data_ptr() for t in (*engine.parameters(), *engine.buffers())}
@@ -285,7 +288,7 @@ def test_three_steps_on_shared_weights_are_those_on_a_copy(run, read_metrics):
 
 
 class FlipsABit(TrainerCallback):
-    """Changes a weight that the engine has lent, after the second step."""
+    """Change a weight that the engine has lent, after the second step."""
 
     def on_step_end(self, args, state, control, model, **kwargs):
         if state.global_step == 2:
@@ -356,7 +359,7 @@ def test_an_engine_that_lends_nothing_is_named(asked):
 
 
 class EngineOnMarlin:
-    """An engine whose weights all lie in Marlin's layout, with the rollouts' own way to lend them."""
+    """Fake an engine whose weights all lie in Marlin's layout, and lend them as the rollouts do."""
 
     frozen_weights = rollout.VLLMRollouts.frozen_weights
     check_weights = rollout.VLLMRollouts.check_weights

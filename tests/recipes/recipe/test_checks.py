@@ -1,4 +1,7 @@
-"""What the keys of a recipe alone decide: refused by name, just within a limit, or said to be without effect."""
+"""Test checks that depend on keys alone.
+
+Keys are refused by name, taken just within a limit, or reported to have no effect.
+"""
 
 from pathlib import Path
 

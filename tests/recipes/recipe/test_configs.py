@@ -26,7 +26,7 @@ def recipe(folder: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("dataclass", [configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig])
 def test_every_key_is_either_honoured_or_refused_by_name(dataclass):
-    """Fails when a new TRL or transformers brings a key that nobody has decided about."""
+    """Fail when a new TRL or transformers brings a key that nobody has decided about."""
     keys = {field.name for field in dataclasses.fields(dataclass) if field.init}
     assert keys - HONOURED - set(REFUSED) == set()
 
@@ -170,7 +170,10 @@ def test_the_adapter_is_on_all_linears_unless_some_are_named(tmp_path):
 
 
 def test_one_module_named_by_itself_carries_the_adapter(tmp_path):
-    """TRL makes a text of a list of one; PEFT reads a text as a pattern for whole names, which matches none."""
+    """Check a list of one module, which TRL turns into a string.
+
+    PEFT reads a string as a pattern for whole names, which would match none.
+    """
     import peft
     import torch
     from trl import get_peft_config

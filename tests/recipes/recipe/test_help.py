@@ -1,4 +1,4 @@
-"""`qerl train --help`: every key once, with its default, without vLLM."""
+"""Test that `qerl train --help` lists every key once with its default, and imports no vLLM."""
 
 import re
 import subprocess

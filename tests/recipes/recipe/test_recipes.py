@@ -1,4 +1,4 @@
-"""Every recipe of the repository: that it can run, what it says of itself, and which ones differ in what."""
+"""Test every recipe of the repository: that it can run, what it says of itself, and how recipes differ."""
 
 import itertools
 import json
@@ -119,7 +119,7 @@ def test_the_paper_s_settings_are_its_table_4(kind):
 
 
 def test_a_paper_recipe_on_eight_gpus_as_its_header_says_makes_the_paper_s_batches():
-    """128 completions a step and the paper's updates a rollout, from the flags that the header prints."""
+    """Check 128 completions a step and the paper's updates a rollout, from the flags that the header prints."""
     for path in RECIPES.glob("*/paper_*.yaml"):
         head = path.read_text().partition("\n\n")[0]
         command = re.search(r"accelerate launch (.*\\\n.*)", head)[1].replace("\\\n#", "").split()

@@ -25,7 +25,7 @@ PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for
 
 @pytest.fixture(scope="module")
 def policy(make_nvfp4):
-    """The trainer's side: a random adapter, larger than training would make it."""
+    """Return the trainer's side: a model with a random adapter, larger than training would make it."""
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(models.load(make_nvfp4("qwen2"), torch.float32), lora)
     randomize(model, 0)
@@ -73,7 +73,7 @@ def engine(start_engine):
 
 @torch.no_grad()
 def mismatch(policy, rollout):
-    """Mean |log p| difference between what the engine reports and what the trainer's model computes."""
+    """Return the mean |log p| difference between the engine's report and the trainer's model."""
     differences = []
     for prompt, completion, logprobs, _ in zip(*rollout[:3], rollout[1], strict=True):
         logits = policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
@@ -83,7 +83,7 @@ def mismatch(policy, rollout):
 
 
 def kept(logits, *, temperature, min_p, top_k, top_p):
-    """Log-probabilities of the distribution that is sampled from: (T, V), -inf for tokens that are cut off."""
+    """Return log-probabilities (T, V) of the distribution that is sampled from, with -inf for tokens that are cut off."""
     logits = logits / temperature
     probabilities = logits.softmax(-1)
     logits = logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
@@ -116,7 +116,10 @@ def test_the_engine_samples_as_the_keys_say_and_reports_that_distribution(start_
 
 
 def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine):
-    """A prompt that is computed in parts would set its seeded generator back, which torch's on a CPU cannot do."""
+    """Check that no prompt is computed in parts.
+
+    That would set its seeded generator back, which torch's generator on a CPU cannot do.
+    """
     engine = start_engine(128)
     prompts = [PROMPTS[i // 4 % 4][:1] * 47 for i in range(128)]  # 6016 tokens, where vLLM takes 4096 at once
     try:
@@ -127,7 +130,10 @@ def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine
 
 
 def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_engine, monkeypatch):
-    """Text costs vLLM more than all else that it does with a token on the CPU, and the trainer does not read it."""
+    """Check that no text is made in vain.
+
+    Text costs vLLM more than all its other CPU work on a token, and the trainer does not read it.
+    """
 
     def generate(**settings):
         engine, outputs = start_engine(16, **settings), []
@@ -152,7 +158,7 @@ def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_
 
 
 def test_a_logit_bias_from_json_reaches_the_engine(start_engine):
-    """The keys of a JSON object are texts, and vLLM compares tokens."""
+    """Check that keys become tokens: JSON keys are strings, and vLLM compares tokens."""
     engine = start_engine(16, generation_kwargs={"logit_bias": {"9": 100.0}})
     try:
         engine.begin(0, None)
@@ -169,7 +175,7 @@ def test_the_engine_has_the_size_that_the_recipe_gives_it(engine):
 
 
 def test_processes_that_share_an_engine_have_its_seed(engine, make_nvfp4, monkeypatch):
-    """Those of tensor parallelism have to sample alike."""
+    """Check that the processes of tensor parallelism have one seed, because they must sample alike."""
     monkeypatch.setattr(engine, "_tensor_parallel", 2)
 
     def seed(process):
@@ -180,7 +186,10 @@ def test_processes_that_share_an_engine_have_its_seed(engine, make_nvfp4, monkey
 
 
 def test_given_tokens_are_scored_with_the_adapter_that_vllm_holds_in_a_slot(engine, monkeypatch):
-    """As in the arms bf16 and nf4, where vLLM computes the base alone for a request that does not name the adapter."""
+    """Check that scoring names the adapter, as the arms bf16 and nf4 need.
+
+    For a request that does not name the adapter, vLLM computes the base alone.
+    """
     asked, generate = [], engine.llm.generate
 
     def note(*arguments, lora_request, **options):
@@ -261,7 +270,10 @@ def test_promise_07_the_trainers_tensors_are_never_modified(engine, policy):
 
 
 def test_what_the_trainer_draws_does_not_depend_on_the_engine(engine):
-    """vLLM draws for every request before it looks at the request's own seed."""
+    """Check that the global generator is untouched.
+
+    vLLM draws for every request before it looks at the request's own seed.
+    """
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -306,7 +318,7 @@ def test_images_are_refused(engine):
 
 @pytest.fixture
 def sleepy(engine, kv_events, monkeypatch):
-    """The engine as if it had been started with sleep mode, and what happens to it, in order."""
+    """Return the engine as if started with sleep mode, and the ordered list of what happens to it."""
     events = kv_events
 
     def note(owner, name, event):

@@ -1,4 +1,4 @@
-"""A rollout engine that is not ours: transformers' own sampling, written against the protocol and nothing else."""
+"""Test a rollout engine that is not ours: transformers' own sampling, written only against the protocol."""
 
 import time
 import warnings
@@ -13,7 +13,7 @@ from qerl_recipes.model import loading, norms
 
 
 class TransformersRollouts:
-    """Samples one prompt after the other; it lends no weights."""
+    """Sample one prompt after the other, and lend no weights."""
 
     def __init__(self, base, training, *, rank, dtype, snapshot, accelerator):
         self.training, self.snapshot = training, snapshot

@@ -1,4 +1,7 @@
-"""A server behind a proxy that wants a user and a password: the run tells them to it, and to nobody who reads."""
+"""Test a server behind a proxy that wants a user and a password.
+
+The run must tell them to the proxy, and show them to no reader.
+"""
 
 import asyncio
 import base64
@@ -32,7 +35,7 @@ ANSWERS = {"/v1/models": MODELS, "/v1/completions": {"choices": [COMPLETION]}, "
 
 @pytest.fixture
 def proxy() -> Iterator[str]:
-    """The address of one, which names user and password."""
+    """Start a proxy, and return its address, which contains user and password."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -49,7 +52,7 @@ def proxy() -> Iterator[str]:
         do_POST = do_GET
 
         def log_message(self, *arguments: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -90,7 +93,7 @@ def test_completions_are_requested_in_the_users_name(proxy: str) -> None:
 def test_the_line_to_a_server_says_who_it_is_to_the_server_alone(
     proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This server lets it in, and is none of a policy of ours: it lacks all that a run needs."""
+    """Check a server that accepts the login but lacks all that a run needs."""
     monkeypatch.setattr("qerl_recipes.rollout.server_link.base_hash", lambda base: "0" * 64)
     training = recipe(proxy, "--output_dir", str(tmp_path))[1]
     with pytest.raises(ServerRefusedError, match=r"at http://127.0.0.1:\d+ does not fit this recipe") as refused:

@@ -1,4 +1,7 @@
-"""The seeds of completions, sampling keys, and completions read from the engine core, to the bit ``LLM.generate``'s."""
+"""Test seeds of completions, sampling keys, and reading completions from the engine core.
+
+The completions must equal those of ``LLM.generate`` to the bit.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +32,7 @@ def llm(classes_looked_at_here: None) -> Any:
 
 
 def parameters(**changes: Any) -> list[SamplingParams]:
-    """Completions of many lengths, the first ones the longest; some end with a token that ends them."""
+    """Return parameters for completions of many lengths, the longest first; some end with a stop token."""
     fields: dict[str, Any] = {
         "logprobs": 0,
         "flat_logprobs": True,
@@ -42,7 +45,7 @@ def parameters(**changes: Any) -> list[SamplingParams]:
 
 
 def counted(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each call of vLLM's processing of outputs was given."""
+    """Record how many tokens each call of vLLM's process_outputs was given."""
     processor, seen = llm.llm_engine.output_processor, []
     process = processor.process_outputs
 
@@ -96,7 +99,10 @@ def made_up(*steps: list[EngineCoreOutput]) -> Any:
 
 
 def test_steps_may_bring_nothing_and_several_tokens() -> None:
-    """Scheduling ahead of the GPU gives an empty step first; speculation several tokens at once, with more rows."""
+    """Check an empty step, which scheduling ahead of the GPU gives first, and several tokens in one step.
+
+    Speculation gives several tokens at once, with extra rows.
+    """
     found = {"a": Completion([], []), "b": Completion([], [])}
     engine = made_up(
         [],

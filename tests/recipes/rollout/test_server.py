@@ -1,4 +1,7 @@
-"""Training against a server in another process: the same bits as in process, whatever happens to the server."""
+"""Test training against a server in another process.
+
+The run must give the same bits as in process, whatever happens to the server.
+"""
 
 import contextlib
 import dataclasses
@@ -48,7 +51,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def running(serve_policy, make_nvfp4, hold_port):
-    """A server: its ``url``, its ``process``, and ``restart()``, which starts another one in its place."""
+    """Start a server, and return its ``url``, its ``process``, and ``restart()``, which starts another in its place."""
     base, port = make_nvfp4("qwen2"), hold_port()
     found = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=serve_policy(base, port, *ALONE, **DEVELOPMENT))
 
@@ -61,7 +64,7 @@ def running(serve_policy, make_nvfp4, hold_port):
 
 @pytest.fixture(scope="module")
 def watched(make_nvfp4):
-    """watched(make_trainer, folder, **settings) -> a trainer whose completions are kept in ``outputs``."""
+    """Return watched(make_trainer, folder, **settings), which makes a trainer that keeps completions in ``outputs``."""
 
     def make(make_trainer, folder, **settings):
         trainer = make_trainer(
@@ -81,7 +84,7 @@ def watched(make_nvfp4):
 
 @pytest.fixture(scope="module")
 def inside(running, make_module_trainer, watched, tmp_path_factory):
-    """The run in process, as which every other one must end; the server starts meanwhile."""
+    """Train in process, for the result that every other run must reach; the server starts meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.estimates, "sequences", lambda training: 1)
         trainer = watched(make_module_trainer, tmp_path_factory.mktemp("inside"))
@@ -92,7 +95,7 @@ def inside(running, make_module_trainer, watched, tmp_path_factory):
 
 @pytest.fixture
 def against(running, inside, make_trainer, watched, tmp_path):
-    """against(**settings) -> a trainer with the server's rollouts."""
+    """Return against(**settings), which makes a trainer with the server's rollouts."""
 
     def answers():
         with contextlib.suppress(httpx.HTTPError):
@@ -109,7 +112,7 @@ def against(running, inside, make_trainer, watched, tmp_path):
 
 @pytest.fixture
 def same(inside, read_metrics):
-    """Asserts that a run in ``folder`` has ended in the bits, metrics and rewards of the one in process."""
+    """Return a check that a run in ``folder`` ended in the bits, metrics and rewards of the one in process."""
 
     def check(folder):
         assert read_metrics(folder) == read_metrics(inside)
@@ -124,7 +127,7 @@ def same(inside, read_metrics):
 
 
 def at_first_answer(trainer, rollout, act):
-    """Calls ``act()`` when the first completion of a rollout has come, and the others are being computed."""
+    """Call ``act()`` when the first completion of a rollout has come and the others are being computed."""
     client, done = trainer.vllm_generation._client, []
     one = client._one
 

@@ -1,4 +1,4 @@
-"""What a run does about a server's state and its replies, without a server."""
+"""Test how a run handles a server's state and its replies, without a server."""
 
 import re
 from types import SimpleNamespace
@@ -94,7 +94,7 @@ PROMPTS = [[5, 6, 7]] * 4
 
 
 class Line:
-    """In place of ServerLink: a server that is there at once, and is another one after ``restart``."""
+    """Stand in for ServerLink: the server is there at once, and is another one after ``restart``."""
 
     url, api_key, login, timeout, tokens = "http://the-server", None, None, 2.5, 64
 
@@ -119,8 +119,11 @@ class Line:
 
 @pytest.fixture
 def ask(monkeypatch, tmp_path):
-    """ask(reply) -> the completions of a rollout of which ``reply(line, places)`` gives, for each request, the answers
-    by place and what failed; ``ask.places`` were asked for, ``ask.clock`` is the time of the rollouts."""
+    """Return ask(reply), which returns the completions of a rollout.
+
+    For each request, ``reply(line, places)`` returns the answers by place and what failed. ``ask.places`` are the
+    places asked for, and ``ask.clock`` is the time of the rollouts.
+    """
     monkeypatch.setattr(server, "ServerLink", Line)
     training = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, num_generations=4)
     policy, accelerator = Snapshot({}, {}, None), PartialState(cpu=True)
@@ -153,7 +156,7 @@ def test_what_a_broken_connection_left_out_is_asked_alone(ask):
 
 
 def test_completions_from_before_a_restart_are_not_taken(ask):
-    """They may have come from the server that was started again, before it had the policy and the noise."""
+    """Drop them, because the restarted server may have sent them before it had the policy and the noise."""
 
     def reply(line, places):
         if line.starts == 0:

@@ -1,4 +1,4 @@
-"""Problems that are drawn: the largest or smallest of four numbers, and what every generator holds out."""
+"""Test generated problems: the largest or smallest of four numbers, and what every generator holds out."""
 
 import random
 import re

@@ -1,4 +1,7 @@
-"""A recipe's prompts: what is refused with its row, what the tokenizer makes of them, what is too long."""
+"""Test a recipe's prompts.
+
+Covered are refused rows, what the tokenizer makes of prompts, and prompts that are too long.
+"""
 
 import json
 
@@ -29,7 +32,7 @@ def load(chat_template=None, options=None, **settings):
 
 @pytest.fixture
 def jsonl(tmp_path):
-    """jsonl(*prompts, name="mine.jsonl", **columns) -> the path of a file with these prompts."""
+    """Return jsonl(*prompts, name="mine.jsonl", **columns), which writes these prompts and returns the path."""
 
     def write(*prompts, name="mine.jsonl", **columns):
         rows = ({"prompt": prompt, **columns} for prompt in prompts)
@@ -153,7 +156,10 @@ def test_a_conversation_is_rendered_with_the_recipes_options():
 
 
 def test_prompts_are_counted_with_the_templates_options(jsonl):
-    """Qwen3's enable_thinking: false adds tokens to the prompt; here as many as there are in 0000."""
+    """Check a template option that lengthens the prompt, as Qwen3's enable_thinking: false does.
+
+    Here it adds the tokens of 0000.
+    """
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if pad %}0000{% endif %}"
     settings = {"dataset_name": jsonl("1+1=", "1+1+1+1="), "max_prompt_length": 8}
     assert len(load(template, **settings)) == len(load(template, {"pad": False}, **settings)) == 2

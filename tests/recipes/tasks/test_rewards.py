@@ -1,4 +1,4 @@
-"""Expected numbers are worked out by hand from the definitions."""
+"""Test rewards against numbers worked out by hand from the definitions."""
 
 import re
 from decimal import Decimal

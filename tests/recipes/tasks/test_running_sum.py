@@ -1,4 +1,4 @@
-"""The demo's task: its answers against Python's own arithmetic, and what its rewards must not pay for."""
+"""Test the demo's task: its answers against Python's own arithmetic, and what its rewards must not pay for."""
 
 import random
 

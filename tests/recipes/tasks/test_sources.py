@@ -1,4 +1,4 @@
-"""Where problems come from: files as they stand, known data sets, slices, mixtures, generators, and what is refused."""
+"""Test where problems come from: files, known data sets, slices, mixtures and generators, and what is refused."""
 
 import json
 from pathlib import Path
@@ -232,7 +232,7 @@ def test_csv_files_of_a_folder_have_texts_too(tmp_path: Path) -> None:
 
 
 def test_a_csv_column_of_numbers_stays_one_of_texts(tmp_path: Path) -> None:
-    """pandas makes numbers of such a column, and floats if one is missing."""
+    """Check that answers stay text; pandas would make them numbers, and floats if one is missing."""
     expected = ["007", None, "8"]
     assert answers_in(csv(tmp_path / "mine.csv", ["007", "", "8"])) == [expected]
     csv(tmp_path / "folder" / "train.csv", ["007", "", "8"])
@@ -273,7 +273,7 @@ def test_csv_files_of_different_columns_are_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_of_other_files_stay_numbers(tmp_path: Path) -> None:
-    """A JSONL or Parquet file says itself what is a number."""
+    """Check JSONL and Parquet files, which say themselves what is a number."""
     rows = Dataset.from_list([{"prompt": "p", "answer": 7}])
     rows.to_parquet(str(tmp_path / "a" / "train.parquet"))
     rows.to_json(str(tmp_path / "b" / "train.jsonl"))
