@@ -47,7 +47,7 @@ def test_the_hash_covers_the_norms(tmp_path: Path) -> None:
     folder = save(tmp_path / "adapter")
     before = open_adapter(folder).sha256()
     content = (folder / "adapter_model.safetensors").read_bytes()
-    assert before == hashlib.sha256(b"adapter_model.safetensors" + content).hexdigest()  # files of old runs have it
+    assert before == hashlib.sha256(b"adapter_model.safetensors" + content).hexdigest()  # old runs recorded this hash
     save_file({"model.norm.weight": torch.ones(64)}, folder / "norms.safetensors")
     assert open_adapter(folder).sha256() != before and open_adapter(folder).read()[1].keys() == {"model.norm.weight"}
 

@@ -133,7 +133,7 @@ def test_going_back_is_done_or_not_wherever_it_is_killed(
     before = [tmp_path / f"checkpoint-{step}" for step in ((2,) if is_done else (2, 4, 6))]
     assert is_done == (kill > 2) and run_state.whole_checkpoints(tmp_path) == before
     assert run_state.starting_point(tmp_path, True) == before[-1]
-    run_state.leave_later(tmp_path, 2)  # as the next start does
+    run_state.leave_later(tmp_path, 2)  # the next start does this too
     left = [f"_left-1/{name}" for name in ("adapter", "checkpoint-4", "checkpoint-6")]
     assert contents(tmp_path) == ["_left-1", *left, "checkpoint-2"]
 
@@ -221,7 +221,7 @@ def test_a_run_is_described_by_its_own_keys(tmp_path: Path) -> None:
 
 
 def test_the_hash_of_training_data_is_of_its_rows_in_their_order() -> None:
-    rows = [{"prompt": str(i), "answer": str(-i)} for i in range(1001)]  # more than are read at once
+    rows = [{"prompt": str(i), "answer": str(-i)} for i in range(1001)]  # more rows than are read at once
     expected = run_state.dataset_hash(Dataset.from_list(rows))
     assert run_state.dataset_hash(Dataset.from_list([*rows, rows[0]]).select(range(1001))) == expected
     swapped = [*rows[:-2], rows[-1], rows[-2]]

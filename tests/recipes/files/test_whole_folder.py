@@ -55,7 +55,7 @@ def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
 def test_without_an_exchange_of_names_two_renames_do_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with whole_folder(tmp_path / "out") as partial:
         (partial / "config.json").write_text("old")
-    monkeypatch.setattr(module, "RENAME_EXCHANGE", 1 << 20)  # a flag that the kernel refuses
+    monkeypatch.setattr(module, "RENAME_EXCHANGE", 1 << 20)  # the kernel refuses this flag
     with (
         pytest.warns(UserWarning, match="cannot exchange folders"),
         whole_folder(tmp_path / "out", overwrite=True) as partial,

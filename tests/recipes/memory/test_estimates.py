@@ -60,7 +60,7 @@ def packed_experts(module: Any) -> FrozenNVFP4Experts:
 
 def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
     """Return a random model as the trainer has it, with an adapter of rank 16 in fp32."""
-    torch.manual_seed(0)  # where a mixture's tokens go decides what a CPU, which takes expert after expert, has alive
+    torch.manual_seed(0)  # A CPU runs one expert after another, so the routing of tokens decides what is alive.
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -168,7 +168,7 @@ def test_a_block_keeps_what_pytorch_saves(
     """Compare the estimate with what the second layer of a model adds."""
     options: Any = {"padded": padded, "autocast": autocast, "dtype": dtype, "shared": shared}
     (one, size), (two, _) = (saved_bytes(kind, layers, **options) for layers in (1, 2))
-    # one block's adapter in BF16, counted elsewhere
+    # The plan counts the BF16 copy of one block's adapter elsewhere.
     casts = 2 * adapter_elements(size.linears, 16) if autocast else 0
     estimate = estimates.saved_in_a_block(
         size,
@@ -234,15 +234,15 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
         return expanded[key]
 
     monkeypatch.setattr(lora, "_operand", kept)
-    monkeypatch.setattr(lora, "_sum", lambda a, b: (a.t() @ b).float())  # on a GPU in fp32, without copies
-    monkeypatch.setattr(  # there without copies either
+    monkeypatch.setattr(lora, "_sum", lambda a, b: (a.t() @ b).float())  # a GPU sums in fp32 without copies
+    monkeypatch.setattr(  # a GPU makes no copies here either
         lora, "_product", lambda a, b, factor, out=None: torch.mm(a, b, out=out).mul_(factor)
     )
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.enable_input_require_grads()
     policy.train()
     ids = torch.randint(2, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", torch.bfloat16):  # once before, so that each weight is there in the forms that are taken
+    with torch.autocast("cpu", torch.bfloat16):  # warm up: creates each form of the weights
         policy.get_base_model().model(ids, use_cache=False).last_hidden_state.sum().backward()
     policy.zero_grad()
 
@@ -258,11 +258,11 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
         policy.zero_grad()
         return alive.most - before
 
-    least = min(taken() for _ in range(3))  # now and then Python lets go of a tensor late
+    least = min(taken() for _ in range(3))  # Python sometimes frees a tensor late
     batch = estimates.MicroBatch(tokens, tokens, tokens, 0, tokens)
     block = estimates.saved_in_a_block(size, 16, targets=4 if size.experts else 7)
     planned, _ = estimates.at_work(size, batch, block, checkpointing=True, expands=bool(size.experts))
-    for layer in size.experts[:1]:  # what our operator takes inside
+    for layer in size.experts[:1]:  # temporary memory inside our operator
         planned -= 2 * 2 * layer.count * layer.inner * layer.hidden
     assert 0.93 < least / planned < 1.01
 

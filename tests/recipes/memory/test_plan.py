@@ -43,7 +43,7 @@ def test_every_recipe_fits_the_gpu_of_its_header(path: Path) -> None:
     found = re.search(r"^# GPU: meant for one of (\d+) GB", path.read_text(), re.MULTILINE)
     assert found is not None
     settings = parse(["--config", str(path), *CPU])
-    if str(settings[2].model_name_or_path).startswith("runs/models/SmolLM2-135M"):  # a folder that a command makes
+    if str(settings[2].model_name_or_path).startswith("runs/models/SmolLM2-135M"):  # a command makes this folder
         settings[2].model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     for is_hopper in {False, int(found.group(1)) >= 80}:
         planned = make(*settings, gpu=Gpu(int(found.group(1)) * GB, is_hopper))
@@ -269,7 +269,7 @@ def test_the_plan_names_the_type_of_embedding_and_head() -> None:
 
 
 MEASURED = sorted((RECIPES.parent / "kernels/results").glob("train_*.json"))
-# since one call of the attention takes all sequences; the runs before kept its outputs twice
+# Runs since one attention call takes all sequences; earlier runs kept its outputs twice.
 AT_ONCE = [f"train_{of}_NVIDIA_H200" for of in ("7B_80GB", "30B-A3B")]
 
 
@@ -281,11 +281,11 @@ def test_a_plan_is_what_a_run_took(file: Path) -> None:
     """
     result = json.loads(file.read_text())
     config = shapes.config_json(result["shape"])
-    gpu = Gpu(143_771 * 2**20, is_hopper=True)  # an H200, as the driver tells
+    gpu = Gpu(143_771 * 2**20, is_hopper=True)  # memory of an H200 as the driver reports it
     assert result["gpu"] == "NVIDIA H200"
     for arm, figures in result["arms"].items():
         recipe = {**figures["recipe"], "output_dir": "unused", "use_cpu": True, "bf16": False}
-        if "checkpointed_layers" not in recipe:  # the key's former name
+        if "checkpointed_layers" not in recipe:  # the result uses the key's former name
             recipe.setdefault("recompute_layers", config["num_hidden_layers"])
         planned = make(*parse(flags(recipe)), gpu=gpu, config=config)
         measured = result["summary"][arm]["peak_gb"]["process"] * GB
@@ -305,7 +305,7 @@ def tokens(*flags: str) -> str:
 def test_a_shared_prompt_counts_once_a_packed_row() -> None:
     assert "of 8448 tokens, prompts of a group once" in tokens()  # 256 + 8 * 1024
     assert "of 9216 tokens, prompts of a group once" in tokens("--pack_tokens", "2304")  # two completions fit a row
-    assert "of 10240 tokens" in tokens("--pack_tokens", "1280")  # one does
+    assert "of 10240 tokens" in tokens("--pack_tokens", "1280")  # one completion fits a row
 
 
 @pytest.mark.parametrize(
@@ -340,10 +340,10 @@ def test_the_allocator_has_two_fifths_of_temporary_memory() -> None:
 @pytest.mark.parametrize(
     ("flags", "length"),
     [
-        ([], 2560),  # 512 of a prompt and 2048 of its completion
+        ([], 2560),  # prompt of 512 and completion of 2048
         (["--vllm_max_model_length", "8192"], 2560),
         (["--vllm_max_model_length", "2000"], 2000),
-        (["--max_prompt_length", "null"], 32768),  # as the model allows
+        (["--max_prompt_length", "null"], 32768),  # the model's own limit
         (["--max_prompt_length", "null", "--vllm_max_model_length", "8192"], 8192),
     ],
 )

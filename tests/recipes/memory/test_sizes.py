@@ -81,10 +81,10 @@ def test_a_layer_kept_in_bf16_is_counted_so(kept_whole: str | None) -> None:
     size = measure({**config, "quantization_config": quantization_config(ignore)})
     packed = [linear for linear in size.linears if linear.quantized]
     assert len(packed) == 7 * 24 - (kept_whole is not None)
-    more = 4864 * 896 * (2 * 16 - 9) // 16 if kept_whole else 0  # two bytes a weight, not 4.5 bits
+    more = 4864 * 896 * (2 * 16 - 9) // 16 if kept_whole else 0  # 16 bits a weight, not 4.5
     whole = measure({**config, "quantization_config": quantization_config(["lm_head"])})
     difference = sizes.engine_weights(size, "qerl_nvfp4") - sizes.engine_weights(whole, "qerl_nvfp4")
-    assert difference == (more - 4 * (896 + 1) if kept_whole else 0)  # without a scale for each row and a divisor
+    assert difference == (more - 4 * (896 + 1) if kept_whole else 0)  # no scale for each row and no divisor
 
 
 def unique_bytes(tensors: Any) -> int:

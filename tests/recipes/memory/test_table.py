@@ -157,7 +157,7 @@ def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             "training",
             in_training,
             (
-                "more unless another program holds memory: activations 23.",  # all are kept, for they fit
+                "more unless another program holds memory: activations 23.",  # all are kept because they fit
                 "recompute_layers: 28 (activations, 23.",
                 "pack_tokens: 2560 (at work,",
             ),

@@ -163,7 +163,7 @@ def pack(weights: list[torch.Tensor], parts: int) -> tuple[PackedExperts, torch.
 @pytest.fixture
 def both() -> tuple[FrozenNVFP4Experts, torch.nn.Module]:
     generator = torch.Generator().manual_seed(0)
-    # magnitudes that differ from expert to expert and from gate to up: scales of another would show
+    # Magnitudes differ between experts and between gate and up, so that a wrong scale would show.
     sizes = (1 + torch.arange(E)).tolist()
     gate_up = [
         torch.cat([s * torch.randn(I, H, generator=generator), torch.randn(I, H, generator=generator) / s])
@@ -180,7 +180,7 @@ def both() -> tuple[FrozenNVFP4Experts, torch.nn.Module]:
 def inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(T, H, generator=generator).to(dtype)
-    chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:K] for _ in range(T)])  # the last has no rows
+    chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:K] for _ in range(T)])  # none for the last
     return x, chosen, torch.rand(T, K, generator=generator), torch.randn(T, H, generator=generator).to(dtype)
 
 
@@ -219,7 +219,7 @@ def test_another_dtype_leaves_the_packed_weights_alone(both):
         assert torch.equal(buffer.view(torch.uint8), before[name].view(torch.uint8))
 
 
-@pytest.mark.parametrize("size", [0.01, 1.0])  # the larger leaves next to nothing to the experts that are not chosen
+@pytest.mark.parametrize("size", [0.01, 1.0])  # at 1.0 experts that are not chosen get almost no weight
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_routers_weights_lack_the_last_rounding(normalized, size):
     router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**SIZES, norm_topk_prob=normalized))

@@ -26,4 +26,4 @@ def test_logits_are_rounded_to_the_heads_dtype(make_nvfp4):
     assert weight.dtype == states[0].dtype == torch.bfloat16
     rounded, unrounded = of(states[0] @ weight.T), of(states[0].float() @ weight.float().T)
     torch.testing.assert_close(found[0], rounded, rtol=0, atol=1e-5)
-    assert (unrounded - rounded).abs().max() > 1e-3  # what this test would see
+    assert (unrounded - rounded).abs().max() > 1e-3  # so this test would see missing rounding

@@ -244,7 +244,7 @@ def test_no_tensor_holds_every_token_times_the_vocabulary(make_nvfp4, monkeypatc
     seen = largest(lambda: with_gradients(adapted, packed(adapted, rows, (2, tokens // 2))))
     assert seen < 4 * tokens * V / 4
     whole = largest(lambda: adapted(input_ids=ids).logits)
-    assert whole >= 4 * tokens * V  # negative control
+    assert whole >= 4 * tokens * V  # control: whole logits are larger
 
 
 lengths = st.lists(
@@ -288,7 +288,7 @@ def test_completions_of_one_prompt_fill_rows_the_longest_first():
     rows = pack(ids, mask, C, 10, share_prompts=True)
     found = [[(segment.own, segment.is_first) for segment in row.segments] for row in rows]
     assert found == [[(8, True)], [(5, True), (3, False)], [(1, True)]]
-    alone = pack(ids, mask, C, 10, share_prompts=False)  # 10; 7 and 3; 5
+    alone = pack(ids, mask, C, 10, share_prompts=False)  # rows of 10, of 7 + 3 and of 5 tokens
     assert [[segment.own for segment in row.segments] for row in alone] == [[8], [5, 1], [3]]
 
 
@@ -321,12 +321,12 @@ def test_three_steps_are_those_of_the_padded_batch(case, make_trainer, make_nvfp
         runs[pack_tokens] = read_metrics(trainer)
     for padded_step, packed_step in zip(runs[0], runs[100], strict=True):
         assert 0 < packed_step.pop("packed_share") < 1
-        packed_step.pop("frac_zero_advantage", None)  # a padded batch leaves no completion out, and does not say it
+        packed_step.pop("frac_zero_advantage", None)  # a padded batch skips no completion and lacks the key
         assert padded_step.keys() == packed_step.keys()
         assert padded_step["reward"] == packed_step["reward"]
         for name in ("loss", "grad_norm", "entropy")[
             : 2 if "two" in case else 3
-        ]:  # TRL: a mean of micro-batches' means
+        ]:  # TRL averages the means of micro-batches
             assert math.isclose(padded_step.get(name, 0), packed_step.get(name, 0), rel_tol=1e-4, abs_tol=1e-5), name
         assert packed_step["logp_diff_mean"] < 1e-4
 
@@ -486,5 +486,5 @@ def test_groups_that_do_not_fit_are_dealt_row_by_row():
 
 def test_skipped_rows_without_an_advantage_count_as_empty():
     batches = micro_batches(range(4), [9, 8, 2, 1], [2, 2], [-0.5, 0.0, 1.0, 1.0])
-    assert rows(even_micro_batches(batches, 2)) == [[0, 3], [1, 2]]  # 9 + 1 and 8 + 2
-    assert rows(even_micro_batches(batches, 2, skips_zero_advantage=True)) == [[0, 1], [2, 3]]  # 9 and 2 + 1
+    assert rows(even_micro_batches(batches, 2)) == [[0, 3], [1, 2]]  # sums 9 + 1 and 8 + 2
+    assert rows(even_micro_batches(batches, 2, skips_zero_advantage=True)) == [[0, 1], [2, 3]]  # sums 9 and 2 + 1

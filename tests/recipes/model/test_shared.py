@@ -307,7 +307,7 @@ def test_a_changed_lent_weight_stops_the_trainer(run, kv_events, tmp_path):
         run("spoiled", before=prepare, save_strategy="steps", save_steps=1)
     assert kv_events == ["release", "resume", "zero", "release"]
     assert [path.name for path in checkpoints.whole_checkpoints(tmp_path / "spoiled")] == ["checkpoint-1"]
-    with pytest.raises(KVCacheError, match="has changed"):  # as where it happens in the last step
+    with pytest.raises(KVCacheError, match="has changed"):  # the same check as for a change in the last step
         train.finish(spoiled[0])
     assert not (tmp_path / "spoiled" / "adapter").exists()
 
@@ -381,7 +381,7 @@ def test_weights_in_marlins_layout_are_borrowed_as_any_others(asked, make_nvfp4,
     training, engine = GRPOConfig(**CPU, share_weights=asked), EngineOnMarlin(lent)
     assert shared.is_wanted(training)
     borrowed = shared.borrow(engine, training)
-    assert borrowed is lent and engine._is_lent  # so that it does not sleep as a whole
+    assert borrowed is lent and engine._is_lent  # a lent engine does not sleep as a whole
     ours = models.load(folder, weights=borrowed)
     assert {type(module) for module in linears(ours).values()} == {FrozenMarlinLinear}
     assert [str(w.message) for w in recwarn if "own copy" in str(w.message)] == []

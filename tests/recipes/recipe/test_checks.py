@@ -155,7 +155,7 @@ def test_accelerate_scales_no_loss_in_float16():
 
 def test_noise_needs_targets():
     script, training, model = demo()
-    training.noise_targets = []  # no flag can say so, but a recipe can
+    training.noise_targets = []  # only a recipe can set this, no flag
     assert checks.problems(script, training, model) == ["noise_targets is empty; for no noise use noise_mode: none"]
 
 

@@ -97,7 +97,7 @@ def test_open_r1_mathematical_recipe_parses_unchanged():
     with pytest.warns(UserWarning, match="no effect"):
         script, training, model = parse(["--config", str(FIXTURES / "open_r1_math.yaml"), "--use_cpu", "true"])
     assert model.dtype == "bfloat16"
-    assert training.warmup_steps == 0.1  # transformers 5: below 1 it is a share
+    assert training.warmup_steps == 0.1  # in transformers 5 a value below 1 is a share
     assert script.max_prompt_length == 512 and training.vllm_max_model_length == 512 + 2048
     assert script.reward_funcs == ["accuracy", "format", "tag_count"]
     assert script.system_prompt == "Think first, then answer." and script.dataset_prompt_column == "problem"
@@ -117,7 +117,7 @@ def test_open_r1_programming_recipe_parses_with_refusals():
 
 def test_recipes_of_an_earlier_trl_are_told_changed_defaults():
     given = ["--config", str(FIXTURES / "open_r1_math.yaml"), "--use_cpu", "true"]
-    changed = r"beta was 0.04, is 0.0, loss_type was bnpo, is dapo$"  # it sets max_completion_length
+    changed = r"beta was 0.04, is 0.0, loss_type was bnpo, is dapo$"  # the recipe sets max_completion_length
     with pytest.warns(UserWarning, match=changed):
         parse(given)
     with warnings.catch_warnings(record=True) as caught:
@@ -159,7 +159,7 @@ def test_the_adapter_is_on_all_linears_unless_some_are_named(tmp_path):
     assert configs.adapter_line(script, model).startswith(
         "adapter: LoRA r 16, alpha 32, on all linear layers of the blocks;"
     )
-    assert "full fine-tuning" not in configs.adapter_line(script, model)  # the recipe had a key about it
+    assert "full fine-tuning" not in configs.adapter_line(script, model)  # the recipe has a lora_ key
     script, _, model = parse(CPU)
     assert "(a recipe without any lora_ key: full fine-tuning" in configs.adapter_line(script, model)
     script, _, model = parse([*CPU, "--lora_r", "8", "--lora_target_modules", "q_proj", "o_proj"])
@@ -324,7 +324,7 @@ def test_a_word_for_nothing_does_not_become_a_text(flags):
 def test_words_that_only_look_like_nothing_stay():
     script, training, _ = parse([*CPU, "--system_prompt", "none", "--noise_mode", "none", "--report_to", "none"])
     assert (script.system_prompt, training.noise_mode, training.report_to) == ("none", "none", [])
-    assert parse([*CPU, "--code_language", "None"])[0].code_language == "None"  # null would be refused there
+    assert parse([*CPU, "--code_language", "None"])[0].code_language == "None"  # the key refuses null
     with pytest.raises(ConfigError, match="invalid choice: 'None'"):
         parse([*CPU, "--noise_mode", "None"])
 

@@ -22,8 +22,8 @@ MODELS = [
     "SmolLM2-135M-Instruct",
     "demo",
 ]
-MADE_HERE = {"SmolLM2-135M-Instruct", "demo"}  # folders, which a stand-in takes the place of; no arm has a recipe each
-MIXTURES = {"Qwen3-30B-A3B"}  # whose experts NF4 leaves as they are, and NVFP4 wants quantized before
+MADE_HERE = {"SmolLM2-135M-Instruct", "demo"}  # stand-ins replace these folders; arms have no own recipes
+MIXTURES = {"Qwen3-30B-A3B"}  # NF4 leaves their experts, NVFP4 needs them quantized before
 ARMS = {"bf16_lora", "bf16_lora_equal_rate", "nf4_lora", "nvfp4_lora", "nvfp4_lora_aqn"}
 ARM_KEYS = {"quantization", "noise_mode", "sigma_start", "sigma_end", "num_stages", "learning_rate", "output_dir"}
 CPU = ["--use_cpu", "true", "--bf16", "false", "--vllm_enable_sleep_mode", "false"]
@@ -53,7 +53,7 @@ def test_every_recipe_of_a_model_parses_and_can_run(model, stand_ins):
             check(script, training, policy)
         except ConfigError as error:
             refused = str(error).splitlines()[1:]
-        # what the machine of this test lacks, and nothing else
+        # Only what the machine of this test lacks may be refused.
         asked = ("quantization: nf4" if training.quantization == "nf4" else "", "optim: adamw_8bit")
         wanted = [key for key in asked if key.endswith(("nf4", training.optim.value))]
         assert [line[4:].partition(" ")[0] for line in refused] == [

@@ -83,7 +83,7 @@ def mismatch(policy, rollout):
 
 
 def kept(logits, *, temperature, min_p, top_k, top_p):
-    """Return log-probabilities (T, V) of the distribution that is sampled from, with -inf for tokens that are cut off."""
+    """Return log-probabilities (T, V) of the distribution that is sampled from, with -inf for tokens cut off."""
     logits = logits / temperature
     probabilities = logits.softmax(-1)
     logits = logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
@@ -112,7 +112,7 @@ def test_the_engine_samples_as_the_keys_say_and_reports_that_distribution(start_
             largest = float((ours - torch.tensor([step[0] for step in logprobs])).abs().max())
             differences[name] = max(differences[name], largest)
     assert differences.pop("all") < 1e-3
-    assert min(differences.values()) > 0.02, differences  # each of the four makes one
+    assert min(differences.values()) > 0.02, differences  # each of the four changes something
 
 
 def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine):
@@ -146,7 +146,7 @@ def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_
             engine.close()
 
     free, texts = generate()
-    assert not texts  # ``LLM.generate``, which would make it, is not asked
+    assert not texts  # ``LLM.generate``, which would make text, is not called
     word = Counter("".join(TOKENIZER.batch_decode(free, skip_special_tokens=True))).most_common(1)[0][0]
     stopped, texts = generate(generation_kwargs={"stop": [word]})
     assert any(texts) and word not in "".join(texts)
@@ -245,7 +245,7 @@ def test_rollout_and_trainer_agree_only_with_the_same_adapter_and_noise(engine, 
     engine.begin_evaluation()
     assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
     randomize(policy, 2)
-    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) > 0.2  # not yet swapped
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) > 0.2  # the adapter is not swapped yet
     engine.sync_weights()
     assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
 
@@ -253,7 +253,7 @@ def test_rollout_and_trainer_agree_only_with_the_same_adapter_and_noise(engine, 
 def test_the_engines_noise_has_the_seed_and_the_targets_of_the_recipe(engine, policy, monkeypatch):
     monkeypatch.setattr(engine._training, "noise_seed", 9)
     monkeypatch.setattr(engine._training, "noise_targets", ["input_layernorm"])
-    assert engine.begin(1, 0.2) == 2  # one in each layer
+    assert engine.begin(1, 0.2) == 2  # one norm in each layer
     noisy = engine.generate(PROMPTS, None, 4)
     assert norms.set_noise(policy, 0.2, 9, 1, ["input_layernorm"]) == 2
     with_noise = mismatch(policy, noisy)
@@ -366,7 +366,7 @@ def test_a_trainer_that_writes_into_the_lent_weights_ends_the_run(sleepy):
     name, weight = next(iter(engine.frozen_weights().linears.items()))
     engine.check_weights()
     weight.weight.codes[3, 5] ^= 1
-    with pytest.raises(KVCacheError, match="has changed"):  # before a checkpoint is saved
+    with pytest.raises(KVCacheError, match="has changed"):  # the check before a checkpoint is saved
         engine.check_weights()
     with pytest.raises(KVCacheError, match=r"qkv_proj\.weight_packed has changed .* restart from the last checkpoint"):
         engine.begin(4, None)
@@ -408,7 +408,7 @@ def test_whatever_is_asked_of_a_sleeping_engine_wakes_it_and_scores_let_it_sleep
 def test_an_engine_is_closed_awake_whatever_was_done_to_the_weights_it_lent(is_changed, start_engine, kv_events):
     engine = start_engine(16)
     engine.frozen_weights()
-    engine.check_weights()  # awake, it has nothing to compare with
+    engine.check_weights()  # an awake engine has nothing to compare with
     engine._training.vllm_enable_sleep_mode = True
     weight = next(iter(engine.frozen_weights().linears.values()))
     weight.weight.codes[3, 5] ^= is_changed

@@ -35,7 +35,7 @@ class TransformersRollouts:
             return 0
         return norms.set_noise(
             self.model, sigma, self.training.noise_seed, rollout, self.training.noise_targets
-        )  # here: none at sigma 0
+        )  # sigma 0 gives no noise
 
     def begin_evaluation(self):
         self.sync_weights()
@@ -76,7 +76,7 @@ def third_party():
 def test_an_engine_that_is_not_ours_trains_a_policy(third_party, make_trainer, make_nvfp4, read_metrics):
     settings = {"noise_mode": "both", "sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 2}
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # nothing of vLLM is asked for, and nothing is said to be missing
+        warnings.simplefilter("error", UserWarning)  # no vLLM key is set or reported missing
         trainer = make_trainer(
             make_nvfp4("qwen2"),
             dtype=torch.float32,

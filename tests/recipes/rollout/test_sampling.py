@@ -63,7 +63,7 @@ def test_completions_are_those_of_generate_in_its_order(llm: Any, monkeypatch: p
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
     seen = counted(llm, monkeypatch)
     assert sampling.generate(llm, PROMPTS, parameters(), None) == expected
-    assert sum(seen) == len(PROMPTS) < sum(len(answer.ids) for answer in expected) / 5  # a token each, its last one
+    assert sum(seen) == len(PROMPTS) < sum(len(answer.ids) for answer in expected) / 5  # only the last token of each
     assert sampling.generate(llm, PROMPTS[::-1], parameters()[::-1], None) == expected[::-1]
     other = [SamplingParams(max_tokens=9, seed=99, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False)]
     assert sampling.generate(llm, PROMPTS[:1], other, None) != expected[:1]
@@ -87,7 +87,7 @@ def test_a_token_without_a_log_probability_is_an_error(llm: Any) -> None:
 
 
 def output(name: str, ids: list[int], values: list[float], reason: FinishReason | None = None) -> EngineCoreOutput:
-    table = np.array([[value, 0.5] for value in values], dtype=np.float32)  # the sampled token's, the likeliest one's
+    table = np.array([[value, 0.5] for value in values], dtype=np.float32)  # of the sampled token, of the likeliest
     lists = LogprobsLists(np.zeros(table.shape, int), table, np.zeros(len(values), int))
     return EngineCoreOutput(request_id=name, new_token_ids=ids, new_logprobs=lists, finish_reason=reason)
 
@@ -139,7 +139,7 @@ def test_a_batch_names_run_rollout_call_prompt_and_sample():
     seeds = Seeds(5)
     seeds.open("train", 3)
     assert seeds.draw(0, 4, 2) == [completion_seed(5, "train", 3, 0, p, s) for p, s in ((0, 0), (0, 1), (1, 0), (1, 1))]
-    # the second of two processes, in the next round of dynamic sampling; a group may lie on both
+    # Draw for the second of two processes, in the next round of dynamic sampling; a group may lie on both.
     assert seeds.draw(3, 3, 2) == [completion_seed(5, "train", 3, 1, p, s) for p, s in ((1, 1), (2, 0), (2, 1))]
     seeds.open("evaluation", 0)
     assert seeds.draw(0, 1, 2) == [completion_seed(5, "evaluation", 0, 0, 0, 0)]

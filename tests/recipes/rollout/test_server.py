@@ -33,9 +33,9 @@ from qerl_recipes.rollout.server_link import (
 from qerl_vllm_plugin.client import PolicyClient
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-# one sequence at a time in both engines: products of batches of other sizes round otherwise, now and then
+# Both engines take one sequence at a time, because products of other batch sizes sometimes round differently.
 ALONE = ("--max-num-seqs", "1")
-DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM's own /pause and /resume
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables vLLM's own /pause and /resume
 RUN = {
     "max_steps": 3,
     "max_completion_length": 16,
@@ -103,7 +103,7 @@ def against(running, inside, make_trainer, watched, tmp_path):
 
     def make(**settings):
         assert until(answers, 500), running.process.log.read_text()[-4000:]
-        # twice as long as the default: it may start once more, beside all other tests
+        # Wait twice as long as by default, because the server may restart while all other tests run.
         mode = {"vllm_mode": "server", "vllm_server_base_url": running.url, "vllm_server_timeout": 500}
         return watched(make_trainer, tmp_path / "run", **{**mode, **settings})
 
@@ -152,7 +152,7 @@ def test_a_run_against_a_server_has_the_bits_of_one_in_process(against, inside, 
 
 
 def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bits(against, running, same, capfd):
-    trainer = against(vllm_server_timeout=5)  # more than a busy machine leaves unanswered
+    trainer = against(vllm_server_timeout=5)  # longer than a busy machine stays silent
     stopped = at_first_answer(trainer, 1, lambda: os.killpg(running.process.pid, signal.SIGSTOP))
     try:
         with pytest.raises(ServerLostError) as lost:

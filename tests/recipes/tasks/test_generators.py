@@ -30,7 +30,7 @@ def test_every_number_picked_is_right_and_no_place_is_likelier():
 
 
 def test_held_out_problems_are_fixed():
-    # golden: a change here would make every published accuracy incomparable
+    # A change of these golden values would make every published accuracy incomparable.
     picks, sums = (generator.held_out() for generator in GENERATORS)
     assert table(picks)[0] == {"prompt": "What is the largest of these numbers: 72, 73, 68, 62?", "answer": "73"}
     assert picks[999].prompt == "What is the largest of these numbers: 98, 62, 51, 17?"

@@ -140,7 +140,7 @@ def test_prompts_become_messages_for_a_chat_template(jsonl):
     assert load(dataset_name=path)["prompt"] == ["1+1="]
     turns = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
     assert load(CHATML, dataset_name=jsonl(turns), system_prompt="Think.")["prompt"] == [[think, *turns]]
-    for turns in ([SYSTEM, USER], [PARTS]):  # taken as they are without a system_prompt
+    for turns in ([SYSTEM, USER], [PARTS]):  # unchanged without a system_prompt
         template = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
         assert load(template, dataset_name=jsonl(turns))["prompt"] == [turns]
 

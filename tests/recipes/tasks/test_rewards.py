@@ -56,7 +56,7 @@ def test_accuracy_reads_latex_and_leaves_out_an_unreadable_solution(conversation
     completions = chat(texts) if conversational else texts
     assert reward("accuracy")(completions=completions, solution=solution) == [1.0, 0.0, 0.0, 1.0, 1.0, None]
     assert reward("dapo_score")(completions=completions, solution=solution) == [1.0, -1.0, -1.0, 1.0, 1.0, None]
-    columns = {}  # what was read, for the table of completions
+    columns = {}  # the table of completions shows what was read
     reward("accuracy")(completions=completions, solution=solution, log_extra=columns.__setitem__)
     assert any("1/2" in str(column) for column in columns.values())
 
@@ -80,10 +80,10 @@ def test_length_compares_answers_to_the_same_prompt_only():
     # right: 1/2 - (n - 10) / 10; wrong: the same but at most 0; equally long: 0
     expected = [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
     assert reward("length")(completions=texts, solution=["2"] * 6, prompts=prompts) == pytest.approx(expected)
-    # what cannot be judged has no value; its length still counts
+    # An answer that cannot be judged has no value, but its length counts.
     unread = reward("length")(completions=texts[:3], solution=["2", "???", "2"], prompts=["a"] * 3)
     assert unread == [0.5, None, 0.0]
-    # without prompts all are answers to one
+    # Without prompts, all answers belong to one prompt.
     assert reward("length")(completions=texts[:2], solution=["2"] * 2) == [0.5, -0.5]
 
 
@@ -107,10 +107,10 @@ def test_code_format_wants_a_block_of_the_language():
     assert reward("code_format", code_language="cpp")(completions=[text]) == [1.0]
     assert reward("code_format", code_language="python")(completions=[text]) == [0.0]
     languages = reward("code_format", code_language="python")(completions=[text] * 2, language=["cpp", "python"])
-    assert languages == [1.0, 0.0]  # a column of the data stands above the key, as in Open-R1
+    assert languages == [1.0, 0.0]  # a data column overrides the key, as in Open-R1
     plus = reward("code_format")(completions=[text, text.replace("cpp", "c++")], language=["c++", "c++"])
-    assert plus == [0.0, 1.0]  # letters, not a pattern
-    assert reward("code_format", code_language="cpp")(completions=[text], language=[None]) == [1.0]  # a row without one
+    assert plus == [0.0, 1.0]  # the language is no regex
+    assert reward("code_format", code_language="cpp")(completions=[text], language=[None]) == [1.0]  # the row has none
 
 
 EXACT = {
@@ -119,7 +119,7 @@ EXACT = {
     "<answer>4</answer><answer>5</answer>": 0.0,
     r"\boxed{4}": 1.0,
     r"\boxed{4} <answer>5</answer>": 0.0,
-    r"<think>\boxed{5}</think><answer>\boxed{4}</answer>": 1.0,  # as the recipes' system prompt asks
+    r"<think>\boxed{5}</think><answer>\boxed{4}</answer>": 1.0,  # the form that the recipes' system prompt asks for
     r"<answer>\boxed{5}</answer>": 0.0,
     " 4\n": 1.0,
     "4 or 5": 0.0,
@@ -135,7 +135,7 @@ def test_a_box_holds_all_between_its_braces():
         r"\boxed{3}, no, \boxed{\frac{1}{2}}": r"\frac{1}{2}",
         r"\boxed{\{1\}}": r"\{1\}",
         r"\boxed{\boxed{7}}": "7",
-        r"\boxed{7} or \boxed{\frac{1": "7",  # cut off: the last one that is closed
+        r"\boxed{7} or \boxed{\frac{1": "7",  # cut off: takes the last closed one
         r"{ \boxed{7} }": "7",
     }
     assert {text: answer_in(text) for text in boxes} == boxes
@@ -163,11 +163,11 @@ LAST = {
     "2 + 2 is 4.": 1.0,
     "Answer: 4.00 apples": 1.0,
     "first 5, then 4": 1.0,
-    "8-4": 1.0,  # a minus between two numbers is none of the second's sign
+    "8-4": 1.0,  # a minus between two numbers is not a sign
     "-4": 0.0,
     "4 or 5": 0.0,
     "four": 0.0,
-    "\u22124": 0.0,  # the minus of typography
+    "\u22124": 0.0,  # the typographic minus
     "8\u22124": 1.0,
     "3,4": 1.0,  # two numbers, not 34
     "4e0": 1.0,
@@ -175,7 +175,7 @@ LAST = {
     "12/3": 1.0,
     r"\frac{8}{2}": 1.0,
     "3/4": 0.0,
-    "1/3/4": 1.0,  # no fraction
+    "1/3/4": 1.0,  # not a fraction
     r"\frac{3}{4}": 0.0,
     "2.4": 0.0,
     " .4": 0.0,

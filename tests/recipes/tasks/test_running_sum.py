@@ -40,7 +40,7 @@ def test_the_longest_answer_fits_into_a_completion():
     tokenizer = running_sum.tokenizer()
     rng = random.Random(0)
     longest = max(len(tokenizer(step_by_step(running_sum.draw(rng)))["input_ids"]) for _ in range(3000))
-    assert longest + 1 <= LONGEST_COMPLETION  # one for the end of sequence
+    assert longest + 1 <= LONGEST_COMPLETION  # plus the end of sequence
 
 
 RIGHT = Problem("7+5-3=", "9", ("7+5=12", "12-3=9"))

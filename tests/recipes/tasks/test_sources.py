@@ -134,8 +134,8 @@ def test_reasoning_gym_repeats_and_holds_problems_out() -> None:
     assert len(held_out) == len(set(held_out["prompt"])) == 1000
     task = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
     train, held_out = read("reasoning_gym", dataset_size=4, dataset_kwargs=task)
-    assert all(len(prompt.rpartition(": ")[2].split()) == 4 for prompt in train["prompt"])  # a, sign, b and =
-    assert held_out is not None and 0 < len(train) <= 4 and len(held_out) == 50  # of 200 that there are
+    assert all(len(prompt.rpartition(": ")[2].split()) == 4 for prompt in train["prompt"])  # tokens: a, sign, b, =
+    assert held_out is not None and 0 < len(train) <= 4 and len(held_out) == 50  # there are 200 in all
 
 
 @pytest.mark.parametrize(("name", "held_out"), [("running_sum", 512), ("pick_number", 1000)])
@@ -268,7 +268,7 @@ def test_csv_files_of_different_columns_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"test\.csv has the columns answer, level, prompt, and .*train\.csv has prompt"
     ):
         answers_in(tmp_path)
-    (tmp_path / "test.csv").write_text("answer,prompt\n02,q\n")  # their order says nothing
+    (tmp_path / "test.csv").write_text("answer,prompt\n02,q\n")  # the order of columns is free
     assert answers_in(tmp_path) == [["1"], ["02"]]
 
 
