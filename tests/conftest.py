@@ -1,4 +1,4 @@
-"""Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
+"""Set what vLLM needs on a CPU before anything imports it, and make tiny checkpoints that every test may use."""
 
 import contextlib
 import importlib
@@ -23,27 +23,30 @@ import pytest
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare, runs_on_cuda
 
-prepare()  # before anything imports vllm
+prepare()  # must run before anything imports vllm
 if not runs_on_cuda(os.environ):
     FIRST = Path(__file__).parent / "fixtures" / "processes" / "sitecustomize.py"
-    runpy.run_path(str(FIRST))  # and in the processes that tests start
+    runpy.run_path(str(FIRST))  # PYTHONPATH below does the same for the processes that tests start
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FIRST.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell; processes would inherit it
+# a shell's background jobs ignore SIGINT, and child processes would inherit that
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-with contextlib.suppress(ImportError):  # a machine with a GPU may do without
+with contextlib.suppress(ImportError):  # a machine with a GPU may lack hypothesis
     import hypothesis
 
-    hypothesis.settings.register_profile("any machine", deadline=None)  # 200 ms are not enough where others are at work
-    hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=5_000)  # make fuzz
+    # the default of 200 ms is too short on a busy machine
+    hypothesis.settings.register_profile("any machine", deadline=None)
+    hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=5_000)  # for make fuzz
     hypothesis.settings.load_profile("any machine")
 
 Make = Callable[..., Path]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped where there is none. Files with integration tests first: with two workers, none of them
-    should be what the other waits for.
+    """Skip GPU tests where there is no GPU, and run files with integration tests first.
+
+    With two workers, neither should have to wait for an integration test at the end.
     """
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpu:
@@ -56,9 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -count[item.path])
 
 
-@pytest.hookimpl(optionalhook=True)  # without xdist there is nothing to schedule
+@pytest.hookimpl(optionalhook=True)  # this hook exists only with xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadfile, a folder that is a package goes to one worker as a whole: its tests share a server."""
+    """With --dist loadfile, give a folder that is a package to one worker: its tests share a server."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -74,10 +77,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def classes_looked_at_here() -> Iterator[None]:
-    """vLLM looks at the class of a model in this process, not in one of its own that imports all of vLLM once more.
+    """Let vLLM inspect model classes in this process and not in a new one, which would import all of vLLM again.
 
-    It keeps what it finds in the user's cache: without this, the first tests on a machine take 12 CPU seconds longer
-    for each architecture and each worker of xdist. (It does so lest CUDA is initialized, which no CPU has.)
+    vLLM caches the result in the user's cache. Without this fixture, the first tests on a machine take 12 CPU seconds
+    longer per architecture and xdist worker. vLLM uses a new process to avoid initializing CUDA, which no CPU has.
     """
     from vllm.model_executor.models import registry
 
@@ -87,7 +90,7 @@ def classes_looked_at_here() -> Iterator[None]:
 
 
 class Straw(types.ModuleType):
-    """A package whose attributes are classes that nobody calls."""
+    """Stand in for a package; its attributes are classes that nobody calls."""
 
     __path__ = ()
 
@@ -99,8 +102,11 @@ class Straw(types.ModuleType):
 
 @pytest.fixture(autouse=True)
 def default_dtype() -> Iterator[None]:
-    """vLLM before 0.30 leaves torch's default dtype changed when a model is refused (``set_default_torch_dtype``), and
-    the next engine of the process then rounds its log-probabilities to it."""
+    """Restore torch's default dtype after each test.
+
+    vLLM before 0.30 leaves it changed when it refuses a model (``set_default_torch_dtype``). The next engine of the
+    process would round its log-probabilities to it.
+    """
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_default_dtype(torch.float32)
@@ -108,8 +114,8 @@ def default_dtype() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def torchvision() -> Iterator[None]:
-    """vLLM imports torchvision for the vision half of Qwen3.5, and the text model needs nothing of it."""
-    import vllm.entrypoints.llm  # noqa: F401  transformers has looked for the real one by now
+    """Stand in for torchvision, which vLLM imports for the vision half of Qwen3.5 and the text model does not need."""
+    import vllm.entrypoints.llm  # noqa: F401  by now transformers has looked for the real torchvision
 
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("torchvision") is None:
@@ -122,8 +128,11 @@ def torchvision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_vllm_left_them(config: object) -> Iterator[None]:
-    """For building a model of ``config``: vLLM runs OLMo 2 and SmolLM3 by transformers' own classes, which it changes
-    for the whole process, so that from then on they ask for a config of vLLM's."""
+    """Set vLLM's config while a model of ``config`` is built.
+
+    vLLM runs OLMo 2 and SmolLM3 with transformers' own classes and patches them for the whole process. From then on
+    they ask for a config of vLLM's.
+    """
     if "vllm.compilation.decorators" not in sys.modules:
         yield
         return
@@ -137,13 +146,13 @@ def as_vllm_left_them(config: object) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def building() -> Callable[[object], contextlib.AbstractContextManager[None]]:
-    """``with building(config):`` transformers' models can be built, whatever an engine of this process has run."""
+    """Return building(config), a context in which transformers' models can be built whatever an engine here has run."""
     return as_vllm_left_them
 
 
 @pytest.fixture(scope="session")
 def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """make_bf16("qwen2", **config) -> folder of a random BF16 checkpoint of that architecture with a tokenizer.
+    """Return make_bf16("qwen2", **config), which writes a random BF16 checkpoint of that architecture with a tokenizer.
 
     Norm weights are random: with ones, a norm that is skipped or rounded twice would go unnoticed.
     """
@@ -211,7 +220,7 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="session")
 def make_nvfp4(make_bf16: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """make_nvfp4("qwen2", **config) -> folder of the same checkpoint, quantized."""
+    """Return make_nvfp4("qwen2", **config), which gives the folder of the same checkpoint, quantized."""
     import transformers
 
     from qerl_recipes.convert.quantize import quantize_checkpoint
@@ -229,7 +238,7 @@ def make_nvfp4(make_bf16: Make, tmp_path_factory: pytest.TempPathFactory) -> Mak
 
 @pytest.fixture(scope="session")
 def engine_options(classes_looked_at_here: None) -> dict[str, object]:
-    """What every test engine on a CPU is started with."""
+    """Return the options of every test engine on a CPU."""
     return {
         "dtype": "bfloat16",
         "enforce_eager": True,
@@ -242,12 +251,15 @@ def engine_options(classes_looked_at_here: None) -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def hold_port() -> Iterator[Callable[[], int]]:
-    """hold_port() -> a port of 127.0.0.1 that a server may bind and nobody else is given: it stays bound here."""
+    """Return hold_port(), which gives a port of 127.0.0.1 that a server may bind.
+
+    The port stays bound here, so that nobody else gets it.
+    """
     with contextlib.ExitStack() as held:
 
         def hold() -> int:
             port = held.enter_context(socket.socket())
-            # as servers do: both who bind it must ask for it
+            # Servers set this option; both sockets that bind the port need it.
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             port.bind(("127.0.0.1", 0))
             return port.getsockname()[1]
@@ -257,9 +269,10 @@ def hold_port() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture
 def start_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """start_process(command, log, **environment) -> the process; with the test it ends, and all that it has started.
+    """Return start_process(command, log, **environment), which starts a process.
 
-    Its output goes to the file ``log``; ``environment`` is added to that of the tests, less what is their engines'.
+    It ends the process, with its children, after the test. Its output goes to the file ``log``.
+    ``environment`` is added to the tests' own environment, without the settings for their engines.
     """
     started = []
 
@@ -276,7 +289,9 @@ def start_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 @pytest.fixture
 def run_process(start_process: Callable[..., subprocess.Popen[bytes]]) -> Callable[..., None]:
-    """run_process(command, log, seconds=280, **environment) runs it to its end, which must be a good one."""
+    """Return run_process(command, log, seconds=280, **environment), which runs a process to its end and asserts
+    success.
+    """
 
     def run(command: Sequence[str | Path], log: Path, seconds: float = 280, **environment: str) -> None:
         process = start_process(command, log, **environment)
@@ -289,9 +304,12 @@ def run_process(start_process: Callable[..., subprocess.Popen[bytes]]) -> Callab
 
 @pytest.fixture(scope="session")
 def verl_on_a_cpu() -> Iterator[None]:
-    """verl with the platform of tests/fixtures/verl; skips where it is not installed, which the environment of
-    requirements-cpu.lock leaves out: verl wants an older transformers, and no TRL of these years."""
-    for name in ("verl", "vllm"):  # verl asks for the version of a distribution of this name; the CPU wheel has another
+    """Use verl with the platform of tests/fixtures/verl; skip where verl is not installed.
+
+    The environment of requirements-cpu.lock leaves it out, since verl needs an older transformers and a much older TRL.
+    """
+    # verl asks for the version of a distribution named vllm, but the CPU wheel has another name
+    for name in ("verl", "vllm"):
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

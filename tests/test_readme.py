@@ -1,4 +1,4 @@
-"""What the pages say exists: commands, options, links, recipes, Python blocks and promises."""
+"""Test that what the pages mention exists: commands, options, links, recipes, Python blocks and promises."""
 
 import json
 import re
@@ -20,7 +20,7 @@ PACKAGES = ("qerl_recipes", "qerl_vllm_plugin", "kernels", "tests")
 
 
 def commands():
-    """Yield the group and the words of every `qerl ...` line of the pages, in blocks and in the text."""
+    """Yield the group and the words of every `qerl ...` line of the pages, in code blocks and in the text."""
     from qerl_recipes.cli import app
 
     blocks = [block.replace("\\\n", " ") for kind, block in BLOCKS if kind == "bash"]
@@ -46,19 +46,21 @@ def test_every_command_is_one_and_has_the_options_that_it_shows():
             if rest[:1] == ["..."]:
                 continue
             command, rest = command.commands[rest[0].rstrip(",")], rest[1:]
-        if name not in ("train", "doctor", "serve"):  # keys of a recipe, or of vLLM, are options there
+        if name not in ("train", "doctor", "serve"):  # the others also take keys of a recipe or of vLLM
             known = {option for parameter in command.params for option in parameter.opts}
-            given = {word.replace("_", "-") for word in rest if word.startswith("--")}  # the command takes both
-            if command.name == "train":  # of bench, which hands keys of a recipe on
+            # the command accepts both spellings
+            given = {word.replace("_", "-") for word in rest if word.startswith("--")}
+            if command.name == "train":  # bench train passes keys of a recipe on
                 known |= {f"--{field.name.replace('_', '-')}" for field in fields(GRPOConfig)}
-                known |= {f"--{key.replace('_', '-')}" for key in FORMER_KEYS}  # in commands of committed results
+                # commands of committed results use these
+                known |= {f"--{key.replace('_', '-')}" for key in FORMER_KEYS}
             assert given <= known, (name, rest)
         seen += 1
     assert seen >= 10
 
 
 def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
-    """As printed, but for the model, which a folder stands in for, and for the CPU."""
+    """Parse and check the commands as printed, except that a folder stands in for the model and they run on a CPU."""
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.train.preflight import check
 
@@ -68,7 +70,7 @@ def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QERL_ADMIN_TOKEN", "what-openssl-prints-for-a-page")  # for rollouts from a server
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", "what-openssl-prints-for-a-page")  # rollouts from a server need it
     monkeypatch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
     seen = 0
     for _, (name, *rest) in commands():

@@ -1,4 +1,4 @@
-"""The ledger of measured figures follows from the committed files, and each command in them is one."""
+"""Test that the ledger of measured figures follows from the committed files, and that each command in them is valid."""
 
 import copy
 import importlib
@@ -20,7 +20,7 @@ from qerl_recipes.recipe.keys import FORMER_KEYS
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "kernels" / "results"
 PAGE = (RESULTS / "README.md").read_text()
-USAGE_ERROR = typer.BadParameter.__base__  # of unknown options, too; typer has no public name for it
+USAGE_ERROR = typer.BadParameter.__base__  # typer has no public name for this class, which also covers unknown options
 PAGES = [PAGE, (ROOT / "kernels" / "README.md").read_text(), (ROOT / "kernels" / "log.md").read_text()]
 FILES = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json")) if file.stem != "printed"}
 PRINTED = json.loads((RESULTS / "printed.json").read_text())["rows"]
@@ -32,7 +32,7 @@ def lines_of(name):
 
 
 def commands():
-    """Yield every command that a file or a page says something was made by, with where it stands."""
+    """Yield every command that a file or a page says produced something, with the place where it stands."""
     for name, data in FILES.items():
         yield data["command"].partition(" (")[0], name
     for page in PAGES:
@@ -41,9 +41,9 @@ def commands():
 
 
 def check_qerl(words):
-    """Raises where the words are no command, an option is none, or a value is not of its type."""
+    """Raise where the command does not exist, an option is unknown, or a value has the wrong type."""
     command = typer.main.get_command(app)
-    parent = command.context_class(command, **command.context_settings)  # how options may be spelt
+    parent = command.context_class(command, **command.context_settings)  # this context says how options may be spelt
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
     with command.make_context(command.name, list(words), parent=parent) as context:
@@ -140,7 +140,10 @@ def test_swaps_of_the_page_are_those_of_their_file(name):
 
 @pytest.mark.parametrize(("low", "high", "target", "others"), [(1, 256, 0.97, None), (257, 8192, 0.93, ("bf16",))])
 def test_random_points_of_the_page_are_those_of_their_file(low, high, target, others):
-    """``others``: whose time a product is compared with, by default the best of all that were timed."""
+    """Compare the page's row with the file.
+
+    ``others`` names the products compared with; by default it is the fastest of all that were timed.
+    """
     rows = [row for row in FILES["random_NVIDIA_H200"]["rows"] if low <= row["M"] <= high]
     times = [row["us"] for row in rows]
     named = [others or set(us) - {"qerl", "qerl_adapter"} for us in times]

@@ -1,4 +1,6 @@
-"""The rooms of each package know each other in one direction, and all of them are installed."""
+"""Test that each package's folders ("rooms") import each other in one direction only, and that all of them are
+installed.
+"""
 
 import ast
 import graphlib
@@ -10,7 +12,7 @@ import tomllib
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("qerl_vllm_plugin", "qerl_recipes")
-# Each room imports from those before it alone; what lies beside the rooms is a room of one file.
+# Each room imports only from those before it. A file beside the rooms is a room of its own.
 ORDER = {
     "qerl_vllm_plugin": (
         *("noise", "wire", "options", "compat", "norms", "adapter", "weights", "worker"),
@@ -21,9 +23,10 @@ ORDER = {
         *("evaluate", "verl", "convert", "train", "study", "bench", "demo", "cli"),
     ),
 }
-# These imports, (room, room that it imports), go against the order.
-UPWARDS = {"qerl_vllm_plugin": set(), "qerl_recipes": {("tasks", "hooks")}}  # the command tasks.held_out
-# These imports, (module, module that it imports), close circles inside a room; strike each together with its circle.
+# These pairs of a room and a room that it imports go against the order.
+UPWARDS = {"qerl_vllm_plugin": set(), "qerl_recipes": {("tasks", "hooks")}}  # for the command tasks.held_out
+# These pairs of a module and a module that it imports close circles inside a room. Remove each pair together with its
+# circle.
 CIRCLES = {
     "qerl_vllm_plugin": {("worker.change", "worker.policy")},
     "qerl_recipes": {("recipe.generation", "recipe.configs")},
@@ -31,7 +34,7 @@ CIRCLES = {
 
 
 def imports(package: str) -> dict[str, set[str]]:
-    """Room -> the rooms whose modules it imports, lazily or not."""
+    """Map each room to the rooms whose modules it imports, lazily or not."""
     found: dict[str, set[str]] = defaultdict(set)
     for file in (ROOT / package).rglob("*.py"):
         room = file.relative_to(ROOT / package).with_suffix("").parts[0]
@@ -60,7 +63,7 @@ def test_no_chain_of_imports_leads_back_to_the_room_it_starts_from(package: str)
 
 
 def modules(package: str) -> dict[str, set[str]]:
-    """Module of a room -> the modules of the same room that it imports: lazily, for types alone, or not."""
+    """Map each module to the modules of the same room that it imports: lazily, for types only, or directly."""
     files = [file for file in (ROOT / package).glob("*/**/*.py") if file.name != "__init__.py"]
     names = {".".join(file.relative_to(ROOT / package).with_suffix("").parts): file for file in files}
     found: dict[str, set[str]] = {}
@@ -80,13 +83,13 @@ def test_no_circle_of_modules_is_inside_a_room(package: str) -> None:
     for module, other in CIRCLES[package]:
         assert other in found.get(module, ()), f"strike {module} -> {other} from CIRCLES: it is no longer there"
         found[module].remove(other)
-    graphlib.TopologicalSorter(found).prepare()  # raises CycleError, naming the circle
+    graphlib.TopologicalSorter(found).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_rooms_stand_in_their_order(package: str) -> None:
     known, order = imports(package), ORDER[package]
-    assert imports("qerl_vllm_plugin")["server"] >= {"worker", "wire"}  # the reading of imports works
+    assert imports("qerl_vllm_plugin")["server"] >= {"worker", "wire"}  # checks that reading imports works
     upwards = {(room, other) for room in known for other in known[room] if order.index(other) > order.index(room)}
     assert upwards == UPWARDS[package]
 

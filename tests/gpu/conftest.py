@@ -1,4 +1,4 @@
-"""Fixtures of the GPU tests, and the table that they print at the end."""
+"""Define fixtures of the GPU tests, and print the table of their figures at the end."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROWS: list[dict[str, Any]] = []
 
 @pytest.fixture(scope="session")
 def record() -> Callable[[str, Any], None]:
-    """record(what, figure): one row of the table."""
+    """Return record(what, figure), which adds one row to the table."""
 
     def add(what: str, figure: Any) -> None:
         ROWS.append({"what": what, "figure": figure})
@@ -37,7 +37,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="module")
 def hopper() -> None:
-    """Skips what runs on a Hopper GPU alone."""
+    """Skip the test unless it runs on a Hopper GPU."""
     from qerl_kernels import linear_tiles
 
     if not torch.cuda.is_available() or not linear_tiles.supported(torch.device("cuda")):
@@ -46,7 +46,10 @@ def hopper() -> None:
 
 @pytest.fixture(scope="session")
 def start_engine() -> Callable[..., Any]:
-    """start_engine(folder, **options) -> vllm.LLM under qerl_nvfp4, small unless the options say otherwise."""
+    """Return start_engine(folder, **options), which starts a vllm.LLM under qerl_nvfp4.
+
+    It is small unless the options say otherwise.
+    """
     from vllm import LLM
 
     def start(folder: Path, **options: Any) -> Any:
@@ -65,9 +68,10 @@ def start_engine() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
-    """make_checkpoints(seed, written=1.0, **config) -> (BF16, NVFP4) folders of a random Qwen2 with random norms.
+    """Return make_checkpoints(seed, written=1.0, **config), which makes BF16 and NVFP4 folders of a random Qwen2 with
+    random norms.
 
-    The linears that write into the residual stream are ``written`` times as large as the others.
+    ``written`` scales the linears that write into the residual stream.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -105,7 +109,7 @@ def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 @pytest.fixture(scope="session")
 def checkpoints(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
-    """(BF16, NVFP4) folders of a random Qwen2 with Qwen2.5-0.5B's layer sizes and 4 layers."""
+    """Make BF16 and NVFP4 folders of a random Qwen2 with Qwen2.5-0.5B's layer sizes and 4 layers."""
     return make_checkpoints(
         0,
         hidden_size=896,
@@ -119,9 +123,10 @@ def checkpoints(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Pat
 
 @pytest.fixture
 def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
-    """three_grpo_steps(recipe, **overrides) trains through the users' command -> mean log-probability mismatch.
+    """Return train(recipe, **overrides), which trains through the command line and gives the mean log-probability
+    mismatch.
 
-    ``recipe`` is the name of one of the demo's.
+    ``recipe`` names one of the demo's recipes.
     """
 
     def train(recipe: str, **overrides: Any) -> float:
@@ -130,7 +135,7 @@ def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
             "bf16": "true",
             "max_steps": 3,
             "per_device_train_batch_size": 32,
-            "skip_zero_advantage": "false",  # random weights earn nothing: everything would be left out
+            "skip_zero_advantage": "false",  # random weights earn no reward, so every group would be skipped
             "vllm_gpu_memory_utilization": 0.2,
             "save_strategy": "no",
             "output_dir": tmp_path / "run",

@@ -1,4 +1,6 @@
-"""An experiment: sums of one order, whatever the batch, in our product and in vLLM's kernels; what it gives and costs.
+"""Measure an experiment: our product and vLLM's kernels sum in one order whatever the batch.
+
+The tests show its effect and its cost. Run them by:
 
 VLLM_BATCH_INVARIANT=1 tests/gpu/run.sh tests/gpu/test_batch_invariant.py
 """
@@ -22,7 +24,7 @@ PROMPTS = [[(13 * i + 7 * j) % 500 + 2 for j in range(60)] for i in range(4)]
 
 
 def example(N: int, K: int, operand: torch.dtype):
-    """A tiled weight in both orders, and an adapter."""
+    """Return a tiled weight with free order, the same with fixed order, and an adapter."""
     import gate
     from qerl_kernels import tiles
 
@@ -49,7 +51,8 @@ def test_a_token_has_the_same_bits_in_every_batch(shape, operand):
             assert torch.equal(linear_tiles.linear(x[:M], fixed, None, given), whole[:M]), M
             first = 2100 - M
             assert torch.equal(linear_tiles.linear(x[first:], fixed, None, given), whole[first:]), M
-    # the control: without it bits do depend on M, of a small layer rounded to bfloat16 those of few numbers
+    # Control: without the fixed order, bits depend on M. In a small layer rounded to bfloat16 only a few numbers show
+    # it.
     ordinary = [linear_tiles.linear(x[:M], free)[:8] for M in (8, 64, 256, 1024)]
     assert not all(torch.equal(y, ordinary[0]) for y in ordinary)
 
@@ -87,7 +90,7 @@ def test_the_mismatch_of_a_trainer_on_the_same_kernel(
     start_engine: Callable[..., Any],
     record: Callable[[str, Any], None],
 ):
-    """The model of test_depth.py, whose trainer reads the engine's weights, by the engine's kernel."""
+    """Use the model of test_depth.py; its trainer reads the engine's weights with the engine's kernel."""
     from vllm import SamplingParams
 
     from qerl_recipes.model import loading

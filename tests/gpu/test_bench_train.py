@@ -1,4 +1,4 @@
-"""``qerl bench train`` on a GPU, with all but a part of its memory blocked: the path, and what it says of memory."""
+"""Run ``qerl bench train`` on a GPU with most of its memory blocked, and check what it reports about memory."""
 
 import json
 import os

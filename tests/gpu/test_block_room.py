@@ -1,4 +1,6 @@
-"""On a GPU, where steps are scheduled ahead of the tokens: the same completions, in vLLM's way and in the trainer's."""
+"""Test on a GPU, where steps are scheduled ahead of the tokens, that vLLM's scheduler and the trainer's give the same
+completions.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ SHARED = [(7 * i) % 500 + 2 for i in range(40)]
 PROMPTS = [(SHARED if row % 3 else []) + [row + 2] * (5 * row + 3) for row in range(24)]
 
 
-@pytest.mark.parametrize("blocks", [None, 60])  # with 60 not all 16 have room at once
+@pytest.mark.parametrize("blocks", [None, 60])  # 60 blocks do not hold all 16 requests at once
 def test_completions_are_those_of_vllm_to_the_bit(
     start_engine: Callable[..., Any], checkpoints: tuple[Path, Path], blocks: int | None
 ) -> None:

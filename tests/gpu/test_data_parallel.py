@@ -1,4 +1,6 @@
-"""Two trainers on two GPUs: the sums of one on given completions; an engine each, and a resume to the same bits."""
+"""Test two trainers on two GPUs: they sum given completions as one does, have an engine each, and resume to the same
+bits.
+"""
 
 import json
 import os
@@ -48,7 +50,10 @@ def train(
     hold_port: Callable[[], int],
     tmp_path: Path,
 ) -> Callable[..., Path]:
-    """train(name, processes, *flags, script=False) -> the folder of a run, the same number of completions a step."""
+    """Return train(name, processes, *flags, script=False), which gives the folder of a run.
+
+    The number of completions per step is the same for any number of processes.
+    """
 
     def run(name: str, processes: int, *flags: str, script: bool = False) -> Path:
         folder = tmp_path / name

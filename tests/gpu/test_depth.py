@@ -1,4 +1,4 @@
-"""A model as deep as a real one: what rounding adds up to."""
+"""Test how rounding adds up in a model as deep as a real one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,10 @@ PROMPTS = [[(13 * i + 7 * j) % 500 + 2 for j in range(60)] for i in range(4)]
 
 @pytest.fixture(scope="module")
 def deep(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
-    """(BF16, NVFP4) folders; what a layer adds is small beside what passes it, as in a trained model."""
+    """Make BF16 and NVFP4 folders of a deep model.
+
+    As in a trained model, each layer adds little to the residual stream.
+    """
     return make_checkpoints(
         1,
         written=0.2,
@@ -31,7 +34,9 @@ def deep(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path
 def test_thirty_two_layers_agree_with_the_naive_reference_and_with_the_trainer(
     deep: tuple[Path, Path], start_engine: Callable[..., Any], record: Callable[[str, Any], None]
 ) -> None:
-    """Reference: a dense fp32 model of the dequantized weights. Trainer: the same model as `qerl train` loads it."""
+    """Compare the engine with a dense fp32 model of the dequantized weights, and with the model as `qerl train` loads
+    it.
+    """
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams

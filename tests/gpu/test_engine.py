@@ -1,4 +1,4 @@
-"""The plugin under torch.compile and CUDA graphs."""
+"""Test the plugin under torch.compile and CUDA graphs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +34,9 @@ def policy(engine: Any) -> Any:
 
 
 def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
-    """Greedy tokens and their log-probability: decoded in batches, so through CUDA graphs.
+    """Return greedy tokens and their log-probability, decoded in batches and so through CUDA graphs.
 
-    From an empty prefix cache: a prompt that is half cached is computed in another shape, and rounds differently.
+    The prefix cache is emptied first, since a half-cached prompt is computed in another shape and rounds differently.
     """
     from vllm import SamplingParams
 
@@ -65,7 +65,7 @@ def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[s
 def test_promise_02_logits_agree_with_the_naive_reference(
     engine: Any, policy: Any, checkpoints: tuple[Path, Path], record: Callable[[str, Any], None]
 ) -> None:
-    """Reference: a dense fp32 model of the dequantized weights, so the difference is BF16 activations alone."""
+    """Compare with a dense fp32 model of the dequantized weights, so that only BF16 activations differ."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
@@ -130,7 +130,7 @@ def test_promise_04_and_promise_07_a_swap_is_visible_reversible_and_leaves_the_c
 ) -> None:
     policy.swap(None)
     clean, state = answer(engine, policy), policy.state(digest=True)
-    # the engine's own dtype and device: where vLLM would alias lora_B and scale it in place
+    # In the engine's own dtype and device, vLLM would alias lora_B and scale it in place.
     tensors, config = random_adapter(engine, torch.bfloat16, "cuda")
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     for _ in range(3):
@@ -143,7 +143,8 @@ def test_promise_04_and_promise_07_a_swap_is_visible_reversible_and_leaves_the_c
     assert policy.state(digest=True).adapter == state.adapter
     policy.swap({name: tensor.cpu().float() for name, tensor in tensors.items()}, config)
     assert policy.state(digest=True).adapter == buffers
-    if policy.carrier == "resident":  # vLLM's LoRA kernel adds its partial sums in any order
+    # vLLM's LoRA kernel adds partial sums in any order, so only this carrier repeats exactly
+    if policy.carrier == "resident":
         assert answer(engine, policy) == adapted
     policy.swap(None)
     record(
@@ -159,7 +160,7 @@ def test_the_closed_form_of_marlins_layout_is_the_gpus_repack() -> None:
         words = codes.view(torch.int32).T.contiguous()
         try:
             repacked = ops.gptq_marlin_repack(b_q_weight=words, size_k=K, size_n=N, num_bits=4)
-        except TypeError:  # vLLM 0.26 takes the act-order permutation as well
+        except TypeError:  # vLLM 0.26 also takes the act-order permutation
             none = torch.empty(0, dtype=torch.int32, device="cuda")
             repacked = ops.gptq_marlin_repack(b_q_weight=words, perm=none, size_k=K, size_n=N, num_bits=4)
         assert torch.equal(repacked.view(K // 16, 2 * N), repack(codes))
@@ -203,7 +204,7 @@ def test_parts_with_unequal_tensor_scales_stay_exact() -> None:
 
 
 def layer_with_scales(smallest: float, largest: float) -> torch.nn.Module:
-    """A bare layer of 128 x 256 random codes, its block scales between two powers."""
+    """Make a bare layer of 128 x 256 random codes whose block scales lie between two given values."""
     layer = torch.nn.Module()
     layer.weight_packed = torch.nn.Parameter(
         torch.randint(0, 256, (128, 128), dtype=torch.uint8, device="cuda"), requires_grad=False

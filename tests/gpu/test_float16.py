@@ -1,4 +1,6 @@
-"""Float16 on a Hopper GPU: every variant of the product exact, as fast as bfloat16, engine and trainer closer."""
+"""Test float16 on a Hopper GPU: every variant is exact and as fast as bfloat16, and engine and trainer agree more
+closely.
+"""
 
 import os
 import sys
@@ -64,7 +66,9 @@ def test_the_gradient_agrees_with_fp64_and_another_type_is_refused():
 @pytest.mark.parametrize("kernel", ["marlin", "dequantize"])
 @pytest.mark.parametrize("smallest", [2.0**-9, 0.25], ids=["scales that Marlin flushes", "ordinary scales"])
 def test_the_other_kernels_compute_in_float16(kernel, smallest):
-    """Where our product does not run: vLLM's Marlin, or exact expansion where Marlin would lose a scale."""
+    """Test the kernels used where our product does not run: vLLM's Marlin, or exact expansion where Marlin would lose a
+    scale.
+    """
     from qerl_kernels import nvfp4
 
     from qerl_vllm_plugin.weights import layouts
@@ -120,11 +124,11 @@ def test_the_product_is_as_fast_as_in_bfloat16(record: Callable[[str, Any], None
         del calls
         torch.cuda.empty_cache()
     record("float16 over bfloat16, the slowest of 20 points", f"{worst:.3f}")
-    assert worst < 1.05  # the bar is 1.02; one run of a busy board scatters
+    assert worst < 1.05  # the goal is 1.02, but a single run on a busy GPU scatters
 
 
 def mismatch(folder: Path, dtype: torch.dtype, start_engine: Callable[..., Any]) -> float:
-    """Mean |log p| difference of engine and trainer's model on PROMPTS."""
+    """Return the mean |log p| difference between the engine and the trainer's model on PROMPTS."""
     from vllm import SamplingParams
 
     from qerl_recipes.model import loading as models
@@ -134,7 +138,8 @@ def mismatch(folder: Path, dtype: torch.dtype, start_engine: Callable[..., Any])
         folder,
         dtype=str(dtype).removeprefix("torch."),
         gpu_memory_utilization=0.15,
-        kv_cache_memory_bytes=1 << 30,  # what is left of a share is not to be measured: the trainer's model is in it
+        # the size is fixed because the trainer's model takes part of the memory that vLLM would measure
+        kv_cache_memory_bytes=1 << 30,
         max_model_len=256,
         max_num_seqs=8,
         additional_config={"qerl": {"policy_adapter": {"rank": 16}}},
@@ -157,7 +162,7 @@ def test_thirty_two_layers_agree_with_the_trainer(
     start_engine: Callable[..., Any],
     record: Callable[[str, Any], None],
 ):
-    """The model of test_depth.py, of which bfloat16 has 0.016."""
+    """Use the model of test_depth.py, for which bfloat16 has 0.016."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 32, "num_attention_heads": 8}
     _, folder = make_checkpoints(1, written=0.2, tie_word_embeddings=False, **sizes)
     found = mismatch(folder, torch.float16, start_engine)
@@ -185,7 +190,7 @@ def test_three_grpo_steps(
     keys = {"dtype": "float16", "fp16": "true", "bf16": "false", "noise_mode": "both"}
     found = three_grpo_steps("nvfp4_lora_aqn.yaml", model_name_or_path=checkpoints[1], **keys)
     record("three GRPO steps in float16, noise: mean |log p| mismatch of rollout and trainer", f"{found:.5f}")
-    assert found < 0.004  # a quarter of bfloat16's
+    assert found < 0.004  # a quarter of bfloat16's mismatch
 
 
 @pytest.mark.skipif("QERL_7B" not in os.environ, reason="minutes: set QERL_7B=1")

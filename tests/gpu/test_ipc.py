@@ -1,4 +1,4 @@
-"""A policy that lies on a GPU, swapped into engines whose workers are other processes: from GPU to GPU."""
+"""Test swapping a policy that lies on a GPU into engines whose workers are other processes, from GPU to GPU."""
 
 import json
 import sys
@@ -150,14 +150,14 @@ def test_a_swap_from_gpu_to_gpu_is_bit_equal_to_one_through_memory_and_to_one_in
         assert any(answer.get("unreachable") for answer in answers), name
     assert all("version" in answer for answer in found["alive"]), "the control: the same text of a sender that lives"
     assert found["before"] == found["afterwards"]
-    # 20 swaps of 6 MB, of which none may be kept; the median of five, for others may use this GPU
+    # None of 20 swaps of 6 MB may be kept. The median of five is taken because other programs may use this GPU.
     assert found["grown"] < 60 << 20
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in found["seconds"].items())
     record(f"swap into an engine of {ranks} rank(s) in other processes: 4 layers of 0.5B, rank {RANK}", times)
     if ranks > 1:
         return
     made: dict[str, Any] = {}
-    exec(ADAPTER, made)  # the very same adapter
+    exec(ADAPTER, made)  # makes exactly the same adapter
     options = {"additional_config": {"qerl": {"policy_adapter": {"rank": 32}}}, "enforce_eager": True}
     policy = Policy(start_engine(checkpoints[1], **options))
     tensors, config, norms = made["adapter"](1)

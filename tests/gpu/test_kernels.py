@@ -1,4 +1,6 @@
-"""The kernels on a Hopper GPU: every variant of the rule passes the gate, operators, graphs, formats bit for bit."""
+"""Test the kernels on a Hopper GPU: every variant of the rule passes the gate; operators, graphs and formats agree bit
+for bit.
+"""
 
 import ctypes
 import os
@@ -112,7 +114,7 @@ def test_linear_and_its_gradient_agree_with_fp64_at_any_shape(shape, M):
     x = torch.randn(M, K, device="cuda").bfloat16().requires_grad_()
     y = linear_tiles.linear(x, tiled, bias)
     exact = x.double() @ dense.t() + bias.double()
-    # one rounding to 8 bits: of 16 outputs the largest may decide alone
+    # Allow one rounding to 8 bits, since one large output may decide the norm of 16.
     assert (y.double() - exact).norm() < 2**-8 * exact.norm(), rule.choose(N, K, M)
     dy = torch.randn(M, N, device="cuda").bfloat16()
     y.backward(dy)
@@ -170,7 +172,10 @@ def test_a_thread_that_has_not_called_cuda_can_launch():
 
 
 def test_variants_proven_while_a_model_loads_run_while_it_sleeps(monkeypatch):
-    """Another engine in the process: what a proof has allocated is taken away with the sleeping one's weights."""
+    """Prove variants while an engine loads, then run them while it sleeps.
+
+    Sleeping frees the weights' memory pool, and what a proof allocated there would go with it.
+    """
     from qerl_kernels import compiler, counters, linear_tiles, nvfp4, proof
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -204,7 +209,7 @@ def test_variants_proven_while_a_model_loads_run_while_it_sleeps(monkeypatch):
 
 
 def test_a_launch_leaves_the_context_that_it_found():
-    """Another library's own, with which torch's kernels could not be launched."""
+    """Launch under another library's CUDA context, in which torch's kernels could not be launched."""
     from qerl_kernels import driver, gemm, nvfp4
 
     packed, _, tiled = weight(192, 256)
@@ -239,10 +244,10 @@ def test_a_cuda_graph_follows_its_input(M, adapted):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         first = linear_tiles.linear(x, tiled, None, adapter)
-        second = linear_tiles.linear(first, tiled, None, adapter)  # reads what the kernel ahead of it writes
+        second = linear_tiles.linear(first, tiled, None, adapter)  # reads what the kernel before it writes
     for _ in range(5):
         x.copy_(torch.randn_like(x))
-        if adapter is not None:  # a swap, in place
+        if adapter is not None:  # swap the adapter in place
             adapter.a.copy_(torch.randn_like(adapter.a) / 60)
         graph.replay()
         torch.cuda.synchronize()
@@ -276,7 +281,10 @@ for what in ("stopped", "lost"):
 
 
 def test_a_launch_whose_sums_do_not_come_is_stopped_and_its_program_gets_no_numbers_any_more(tmp_path):
-    """Another program, on the same GPU, finds nothing of it."""
+    """Stop a launch whose sums never come.
+
+    Another program on the same GPU is not affected.
+    """
     import sanitize
 
     line = [sys.executable, "-c", ABORTED, str(Path(__file__).parents[2] / "kernels" / "bench")]

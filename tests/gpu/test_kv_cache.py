@@ -31,7 +31,7 @@ IDS = torch.randint(2, 500, (4, 200), generator=torch.Generator().manual_seed(1)
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]) -> Iterator[Any]:
-    """The one engine with sleep mode that a process may have."""
+    """Start an engine with sleep mode; a process may have only one."""
     room = {"qerl": {"policy_adapter": {"rank": RANK}}}
     llm = start_engine(checkpoints[1], enable_sleep_mode=True, additional_config=room)
     yield llm
@@ -45,7 +45,7 @@ def policy(engine: Any) -> Policy:
 
 @pytest.fixture(scope="module")
 def trainer(engine: Any, checkpoints: tuple[Path, Path]) -> Any:
-    """A model with an adapter on the engine's weights."""
+    """Build a model with a LoRA adapter on the engine's weights."""
     weights = frozen_weights(engine)
     lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(models.load(checkpoints[1], weights=weights), lora).to("cuda")
@@ -62,7 +62,7 @@ def adapter_of(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def answer(policy: Policy) -> list[tuple[tuple[int, ...], float]]:
-    """Greedy tokens and their log-probability, from an empty prefix cache."""
+    """Return greedy tokens and their log-probability, computed from an empty prefix cache."""
     from vllm import SamplingParams
 
     assert policy._llm.reset_prefix_cache()
@@ -103,7 +103,8 @@ def test_the_memory_of_the_cache_comes_back_and_the_trainer_reads_the_weights_me
     assert size <= released < 1.02 * size + 64 * MIB
     assert abs(gained - released) < 64 * MIB
     assert torch.equal(logits(trainer), expected)
-    scratch = torch.full((gained // 2,), 0xFF, dtype=torch.uint8, device="cuda")  # where the cache lay, perhaps
+    # this may overwrite the memory where the cache lay
+    scratch = torch.full((gained // 2,), 0xFF, dtype=torch.uint8, device="cuda")
     del scratch
     torch.cuda.empty_cache()
     began = time.perf_counter()
@@ -194,7 +195,7 @@ def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy
 
 
 def test_the_pool_of_the_weights_holds_no_temporaries(policy: Policy, record: Callable[[str, Any], None]) -> None:
-    """What preparing the layers frees has gone back to the GPU, but for pieces of 20 MiB that are partly used."""
+    """Check that temporaries of preparing the layers went back to the GPU, except for partly used pieces of 20 MiB."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     entries = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -209,7 +210,7 @@ def test_the_pool_of_the_weights_holds_no_temporaries(policy: Policy, record: Ca
 
 
 def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record: Callable[[str, Any], None]) -> None:
-    """As many tensors, and of the size, that a seventh of a 32B model has."""
+    """Time the checksum over as many tensors, of the same sizes, as a seventh of a 32B model has."""
     layers = [
         [(27648 * 5120 // 2,), (5120 * 27648 // 4,), (55296,), (5120,), (7168 * 5120 // 2,), (7168,)] for _ in range(20)
     ]
@@ -240,11 +241,14 @@ def test_three_grpo_steps_on_shared_weights_with_sleep_mode(
     shared = {"share_weights": "true", "vllm_enable_sleep_mode": "true"}
     mismatch = three_grpo_steps("nvfp4_lora_aqn.yaml", model_name_or_path=checkpoints[1], **shared)
     record("three GRPO steps on shared weights with sleep mode: mean |log p| mismatch", f"{mismatch:.4f}")
-    assert mismatch < 0.025  # measured: 0.010 to 0.017, by the arm (kernels/results/README.md)
+    assert mismatch < 0.025  # measured: 0.010 to 0.017, depending on the arm (kernels/results/README.md)
 
 
 def test_a_request_to_a_released_engine_is_refused(policy: Policy) -> None:
-    """The last test of this file: an engine that let it pass would leave no usable GPU behind."""
+    """Send a request to a released engine.
+
+    This test comes last in the file, because an engine that let the request pass would break the GPU for later tests.
+    """
     from vllm import SamplingParams
 
     before = answer(policy)

@@ -1,4 +1,4 @@
-"""The plan of a run against what it takes on a GPU: a step of GRPO, every sequence of full length."""
+"""Compare the planned memory of a run with what a GRPO step takes on a GPU when every sequence has full length."""
 
 import json
 import os
@@ -40,7 +40,7 @@ parts = {part.name: [part.rollout, part.training] for part in plan.parts}
 print(json.dumps({"parts": parts, "before": before, "more": coming_and_going, "used": total - free}))
 trainer.vllm_generation.close()
 """
-PROMPT, COMPLETION = 32, 1008  # two groups of 8 fill one packed row of 16384 tokens, as is planned
+PROMPT, COMPLETION = 32, 1008  # two groups of 8 fill one packed row of 16384 tokens, as the plan assumes
 HELD = ("engine's weights", "engine's adapter", "trainer's weights", "KV cache", "CUDA graphs", "trained adapter")
 COMING_AND_GOING = ("gradients", "optimizer", "activations", "at work")
 
@@ -48,7 +48,7 @@ COMING_AND_GOING = ("gradients", "optimizer", "activations", "at work")
 def step(
     base: Path, arm: str, checkpointing: str, output: Path, limit: str = "unlimited"
 ) -> subprocess.CompletedProcess[str]:
-    """One GRPO step of 16 completions of full length, in a process of its own."""
+    """Run one GRPO step of 16 completions of full length in a separate process."""
     overrides = {
         "model_name_or_path": base,
         "quantization": arm,
@@ -57,7 +57,7 @@ def step(
         "gradient_checkpointing": checkpointing,
         "max_steps": 1,
         "per_device_train_batch_size": 16,
-        "skip_zero_advantage": "false",  # random weights earn nothing: everything would be left out
+        "skip_zero_advantage": "false",  # random weights earn no reward, so every group would be skipped
         "max_prompt_length": PROMPT,
         "max_completion_length": COMPLETION,
         "vllm_max_model_length": PROMPT + COMPLETION,

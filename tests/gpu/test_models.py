@@ -1,7 +1,7 @@
-"""Families and formats on a GPU: vLLM's own NVFP4 experts, norms of 1 + w in fp32, folders of other tools.
+"""Test model families and formats on a GPU: vLLM's NVFP4 experts, fp32 norms of 1 + w, and folders made by other tools.
 
-The reference is transformers in fp32 on the dequantized weights, so that what is left is BF16 activations. The models
-are small and random; with a mixture a few tokens go to another expert, where two of them are about equal.
+The reference is transformers in fp32 on the dequantized weights, so only BF16 activations differ. The models are small
+and random. In a mixture of experts, a few tokens go to another expert where two are about equal.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from qerl_kernels import nvfp4
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = (
-    0.05  # nats, of the mean difference of a log-probability; the same models on a CPU in BF16 have 0.01 to 0.02
+    0.05  # nats, for the mean difference of a log-probability; the same models have 0.01 to 0.02 on a CPU in BF16
 )
 RANK = 8
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(40 + i)] for i in range(8)]
@@ -33,8 +33,8 @@ SIZES = {
     "pad_token_id": 0,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    # the mixture after it: vLLM 0.26 runs the two by different code, and that of mixtures, when it has made its graphs,
-    # forbids graphs to the whole process until it makes some again
+    # The mixture comes after Gemma. vLLM 0.26 runs the two by different code. After a mixture has made its graphs, its
+    # code forbids graphs to the whole process until it makes some again.
     "gemma3_text": {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "qwen3_moe": {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 512},
@@ -52,7 +52,7 @@ SMALL = {"gpu_memory_utilization": 0.06, "skip_tokenizer_init": True}
 
 @pytest.fixture(scope="module")
 def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """make_family(name) -> (BF16, NVFP4) folders of a random model with random norms."""
+    """Return make_family(name), which writes BF16 and NVFP4 folders of a random model with random norms."""
     import transformers
 
     from qerl_recipes.convert.quantize import quantize_checkpoint
@@ -68,7 +68,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     noise = torch.randn(parameter.shape)
-                    middle = 0 if family == "gemma3_text" else 1  # of what a norm stores
+                    middle = 0 if family == "gemma3_text" else 1  # the mean of a stored norm weight
                     is_norm = "norm" in name
                     parameter.copy_(middle + 0.3 * noise if is_norm else noise / parameter.shape[-1] ** 0.5)
             folder = tmp_path_factory.mktemp(family)
@@ -82,7 +82,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
-    """fp32 tensors of a packed checkpoint under transformers' names, experts in two tensors a layer."""
+    """Dequantize a packed checkpoint to fp32 under transformers' names, with two stacked expert tensors per layer."""
     from safetensors.torch import load_file
 
     stored = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
@@ -107,7 +107,9 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def reference(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Log-probabilities of ``PROMPTS`` by transformers in fp32, of ``weights`` or of the BF16 checkpoint itself."""
+    """Compute log-probabilities of ``PROMPTS`` by transformers in fp32, with ``weights`` or with the BF16 checkpoint's
+    own.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -132,7 +134,7 @@ def reference(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> t
 
 
 def served(llm: Any, request: Any = None) -> torch.Tensor:
-    """The same by an engine."""
+    """Compute the same log-probabilities with an engine."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, detokenize=False)
@@ -158,7 +160,7 @@ def test_promise_02_a_family_answers_as_transformers_on_its_weights(
     weights = dequantized(folder)
     want = reference(folder, weights)
     resident = {"qerl": {"policy_adapter": {"rank": RANK}}}
-    # compiled, as it is served, where norms of 1 + w or vLLM's experts are in it; the other two eagerly, to save time
+    # Compile, as in serving, models with norms of 1 + w or vLLM's experts. Run the other two eagerly to save time.
     is_eager = family in ("phi3", "qwen3")
     llm = start_engine(folder, **SMALL, additional_config=resident, enforce_eager=is_eager)
     found = served(llm)
@@ -199,7 +201,7 @@ def test_folders_of_other_tools_answer_as_transformers_on_their_weights(
     quantize_checkpoint(FORMATS[name], tmp_path / "weights")
     want = reference(tmp_path / "weights", dequantized(tmp_path / "weights"))
     asked = {"qerl": {"weight_only": True}}
-    has_cache = "cache" in name  # the others have scales of one, or none, and are compared without it
+    has_cache = "cache" in name  # the others have scales of one, or none, and run with a BF16 cache
     options = {"enforce_eager": True, "max_model_len": 128, "kv_cache_dtype": "auto" if has_cache else "bfloat16"}
     found = served(start_engine(FORMATS[name], **SMALL, additional_config=asked, **options))
     record(f"{name}: mean |log p - transformers fp32|", f"{mean(found, want):.4f}")
@@ -247,7 +249,9 @@ def test_promise_02_experts_whose_gate_and_up_have_tensor_scales_of_their_own(
 def test_an_adapter_on_experts_in_vllm_s_slots(
     start_engine: Any, make_family: Any, record: Any, tmp_path: Path
 ) -> None:
-    """By vLLM's own --enable-lora, whose experts for Marlin take one; the resident adapter does not reach them."""
+    """Load the adapter by vLLM's own --enable-lora, which Marlin experts support; the resident adapter does not reach
+    experts.
+    """
     import json
 
     from safetensors.torch import save_file

@@ -1,4 +1,6 @@
-"""The trainer's NF4 weights are those of the file whatever stream this thread is on, however long its work waits."""
+"""Test that the trainer's NF4 weights are those of the file, whatever CUDA stream is current and however long its work
+waits.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,10 @@ pytestmark = pytest.mark.gpu
 
 
 def test_weights_loaded_behind_other_work_are_those_loaded_alone(checkpoints: tuple[Path, Path]) -> None:
-    """An engine in the same process leaves this thread on a stream of its own; on a busy GPU its work comes late."""
+    """Load the weights on a stream with and without queued work.
+
+    An engine in the same process leaves this thread on its own stream, whose work comes late on a busy GPU.
+    """
 
     def weights(cycles: int) -> dict[str, torch.Tensor]:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -22,6 +27,6 @@ def test_weights_loaded_behind_other_work_are_those_loaded_alone(checkpoints: tu
 
     alone = weights(0)
     for _ in range(3):
-        late = weights(4_000_000_000)  # two seconds
+        late = weights(4_000_000_000)  # about two seconds
         assert alone.keys() == late.keys()
         assert [name for name in alone if not torch.equal(alone[name], late[name])] == []

@@ -1,4 +1,4 @@
-"""What fp32 norms cost in speed."""
+"""Measure what fp32 norms cost in speed."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.timeout(400)
 def test_what_fp32_norms_cost(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
-    """The same kernels and the same LoRA slots, with this plugin and without it: the norms are what differs."""
+    """Run the same kernels and LoRA slots with and without this plugin, so that only the norms differ."""
     file = tmp_path / "norms.json"
     line = [sys.executable, "-m", "qerl_recipes.cli", "bench", "rollout", "--shape", "0.5B", "--batch", "8,64"]
     line += ["--arms", "stock_nvfp4,qerl_nvfp4_slots_marlin", "--output", str(file)]

@@ -1,4 +1,6 @@
-"""Packed rows on a GPU: the numbers of each sequence alone, nothing that waits for the GPU, and no logits."""
+"""Test packed rows on a GPU: each sequence gets the numbers it gets alone, nothing waits for the GPU, and no logits are
+stored.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -98,7 +100,7 @@ def test_one_attention_call_for_a_row_gives_the_numbers_of_a_call_for_each_seque
         )
         results.append([logp.detach(), of_a, of_b])
         adapted.zero_grad()
-    assert len(calls) == 4  # layers
+    assert len(calls) == 4  # one call per layer
     difference = float((results[0][0] - results[1][0]).abs().sum() / (results[1][0] != 0).sum())
     record("packed rows: log p, one attention call to one a sequence, mean difference", f"{difference:.4f}")
     assert difference < 0.02
@@ -125,7 +127,10 @@ def test_the_adapted_linear_is_that_of_peft(checkpoints: tuple[Path, Path]) -> N
 
 @pytest.mark.parametrize("kind", ["checkpoint", "tiles"])
 def test_an_adapted_linear_rounds_its_output_once(kind: str, record: Callable[[str, Any], None]) -> None:
-    """As the engine's kernel does; cuBLAS rounds a product before it adds it to something."""
+    """Check that the output is rounded once, as in the engine's kernel.
+
+    A plain cuBLAS product would be rounded before the addition.
+    """
     N, K = 2048, 3584
     packed = nvfp4_triton.quantize(torch.randn(N, K, device="cuda").bfloat16())
     scale, bias = (1 / packed.divisor).float(), 3 * torch.randn(N, device="cuda").bfloat16()
@@ -160,7 +165,7 @@ def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(
     adapted.train()
     logprobs.prepare(adapted)
     lora.install(adapted, "default")
-    score(adapted, 700, autocast)[0].sum().backward()  # compiles what is compiled at first use
+    score(adapted, 700, autocast)[0].sum().backward()  # warms up whatever compiles at first use
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 4 * 512 * 64)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

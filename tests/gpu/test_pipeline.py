@@ -1,4 +1,4 @@
-"""Two stages of a pipeline answer as one engine does: base, adapter, noise, and the base again."""
+"""Test that two pipeline stages answer as one engine does: the base, an adapter, noise, and the base again."""
 
 import json
 import sys
@@ -75,7 +75,7 @@ def test_two_stages_answer_as_one_engine_does(
         found.append(json.loads((tmp_path / f"{stages}.json").read_text()))
     one, two = found
     assert len(one.pop("stages")) == 1 and len(set(two.pop("stages"))) == 2
-    for answers in found:  # each change is one that can be seen
+    for answers in found:  # each change of policy must be visible in the answers
         assert answers["base"] == answers["base again"]
         for policy, before in (("adapter", "base"), ("adapter and noise", "adapter")):
             change = (torch.tensor(answers[policy]) - torch.tensor(answers[before])).abs().mean().item()

@@ -1,4 +1,4 @@
-"""Emptying the prefix cache on a GPU, where there are many blocks and scheduling is asynchronous."""
+"""Test emptying the prefix cache on a GPU, where there are many blocks and scheduling is asynchronous."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``vllm serve`` as a user types it: a BF16 checkpoint, quantized while it loads, asked by the official client."""
+"""Test ``vllm serve`` as users run it: it quantizes a BF16 checkpoint on loading and answers the official client."""
 
 import socket
 import sys
@@ -17,7 +17,7 @@ NEW = 12
 
 
 def packed_bytes(engine: Any) -> dict[str, torch.Tensor]:
-    """All parameters of the quantized linears, as the engine keeps them."""
+    """Return all parameters and buffers of the quantized linears, as the engine keeps them."""
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "qerl_prefix")}
     return {
@@ -37,7 +37,7 @@ def greedy(engine: Any) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def engines(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]) -> tuple[Any, Any]:
-    """One from the BF16 checkpoint, one from the packed one."""
+    """Start one engine from the BF16 checkpoint and one from the packed checkpoint."""
     small = {"gpu_memory_utilization": 0.15, "max_model_len": 256, "max_num_seqs": 8}
     return start_engine(checkpoints[0], **small), start_engine(checkpoints[1], **small)
 
@@ -56,7 +56,7 @@ def server(checkpoints: tuple[Path, Path], tmp_path: Path, start_process: Callab
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # the console script `vllm` calls this
+    # The console script `vllm` calls this function.
     line = [sys.executable, "-c", "from vllm.entrypoints.cli.main import main; main()", "serve", str(checkpoints[0])]
     line += ["--quantization", "qerl_nvfp4", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
     line += ["--max-model-len", "256", "--max-num-seqs", "8", "--gpu-memory-utilization", "0.15"]
@@ -86,7 +86,8 @@ def test_vllm_serve_answers_as_the_engine_does(
         client.completions.create(model="base", prompt=ids, max_tokens=NEW, temperature=0, extra_body=extra).choices[0]
         for ids in PROMPTS
     ]
-    # one request at a time there, four here: the order of sums differs, and a near tie may fall to the other token
+    # The engine decodes one request at a time and the server four. Sums then differ in order, so a near tie may give
+    # the other token.
     same = sum(tuple(answer.token_ids) == tokens for answer, tokens in zip(answers, greedy(engines[1]), strict=True))
     record("its greedy answers that are the engine's own, token by token", f"{same} of {len(PROMPTS)}")
     assert same >= len(PROMPTS) - 1

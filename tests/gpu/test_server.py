@@ -1,4 +1,4 @@
-"""A real `vllm serve` on a GPU, its engine in a process of its own: swaps, noise and versions over HTTP."""
+"""Test a real `vllm serve` on a GPU, with its engine in a separate process: swaps, noise and versions over HTTP."""
 
 import importlib.metadata
 import json
@@ -25,12 +25,12 @@ SIZES |= {"down_proj": (4864, 896)}
 
 
 def kept(client: Any) -> dict[str, Any]:
-    """The state, but for what is counted."""
+    """Return the state without its counters."""
     return {key: value for key, value in client.state().items() if key != "counters"}
 
 
 def adapter(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An adapter of the tests' model on the GPU in fp32, and its config."""
+    """Make a LoRA adapter of the tests' model on the GPU in fp32, with its config."""
     generator, tensors = torch.Generator("cuda").manual_seed(seed), {}
     for layer in range(4):
         for module, (K, N) in SIZES.items():
@@ -44,7 +44,7 @@ def adapter(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 @pytest.fixture
 def entry_points_are_found(tmp_path: Path) -> str:
-    """What PYTHONPATH must hold for vLLM to find the plugin's entry points where the project is not installed."""
+    """Return the PYTHONPATH that lets vLLM find the plugin's entry points even where the project is not installed."""
     group = "vllm.endpoint_plugins"
     if any(point.name == "qerl" for point in importlib.metadata.entry_points(group=group)):
         return os.environ.get("PYTHONPATH", "")
@@ -66,11 +66,11 @@ def server(
     start_process: Callable[..., Any],
     tmp_path: Path,
 ) -> Iterator[tuple[str, float]]:
-    """Its address, and the seconds until it was ready."""
+    """Start the server; yield its address and the seconds until it was ready."""
     import httpx
 
     port, log = hold_port(), tmp_path / "server.log"
-    # the console script `vllm` calls this
+    # The console script `vllm` calls this function.
     line = [sys.executable, "-c", "from vllm.entrypoints.cli.main import main; main()", "serve", str(checkpoints[1])]
     line += ["--quantization", "qerl_nvfp4", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
     line += ["--max-model-len", "2048", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.2"]
@@ -94,7 +94,7 @@ def server(
 
 
 def asked(url: str) -> tuple[list[tuple[int, ...]], set[str]]:
-    """Greedy tokens after each prompt, and the versions that the answers name."""
+    """Ask the server for greedy tokens after each prompt; return them with the versions that the answers name."""
     import openai
 
     client, tokens, versions = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60), [], set()
@@ -109,7 +109,7 @@ def asked(url: str) -> tuple[list[tuple[int, ...]], set[str]]:
 
 
 def expected(engine: Any, policy: Any) -> list[tuple[int, ...]]:
-    """The same of an engine in this process, one prompt at a time as well."""
+    """Compute the same tokens with an engine in this process, also one prompt at a time."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
@@ -118,7 +118,7 @@ def expected(engine: Any, policy: Any) -> list[tuple[int, ...]]:
 
 
 def agree(found: list[tuple[int, ...]], wanted: list[tuple[int, ...]]) -> int:
-    """How many answers are equal: a near tie may fall to the other token."""
+    """Count the equal answers; a near tie may give the other token."""
     return sum(a == b for a, b in zip(found, wanted, strict=True))
 
 
@@ -172,7 +172,7 @@ def test_a_running_server_takes_adapter_and_noise_and_names_its_versions(
     assert kept(client["http"]) == before
     assert asked(url)[0] == found["cleared"]
 
-    # the same version again with the same content is a no-op, by either way
+    # Sending the same version with the same content again is a no-op over either transport.
     for transport, version in (("ipc", 10), ("http", 20)):
         assert client[transport].swap(tensors, config, version=version) == version
         digest = client[transport].state()["hash"]

@@ -1,4 +1,6 @@
-"""One copy of the frozen weights on a GPU: what loading the trainer allocates, and what it computes."""
+"""Test that trainer and engine share one copy of the frozen weights on a GPU: what loading allocates and what it
+computes.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -24,8 +26,8 @@ IDS = torch.randint(2, 500, (4, 200), generator=torch.Generator().manual_seed(1)
 def engine(
     request: pytest.FixtureRequest, start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]
 ) -> Iterator[Any]:
-    """An engine on the layout of this GPU, and one on Marlin's."""
-    gc.collect()  # the engine before this one: vLLM stops where memory becomes free while it measures its own
+    """Start an engine with this GPU's layout, and one with Marlin's."""
+    gc.collect()  # free the previous engine: vLLM stops if memory becomes free while it measures its own
     torch.cuda.empty_cache()
     options = {"qerl": {"policy_adapter": {"rank": 16}, "kernel": request.param}}
     llm = start_engine(checkpoints[1], enforce_eager=True, additional_config=options)
@@ -35,7 +37,7 @@ def engine(
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> list[Any]:
-    """The quantized layers of the engine."""
+    """Return the quantized layers of the engine."""
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     return [module for module in model.modules() if hasattr(module, "qerl_prefix")]
 
@@ -48,7 +50,7 @@ def logits_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_same_bits(shared: Any, own: Any) -> None:
-    """Forward and gradient of every frozen linear."""
+    """Assert that every frozen linear gives the same bits in forward and gradient."""
     theirs = dict(own.named_modules())
     for name, layer in shared.named_modules():
         if isinstance(layer, FrozenNVFP4Linear):
@@ -93,8 +95,11 @@ def test_marlins_tensors_are_the_closed_form_of_the_checkpoints(
 def test_the_trainer_allocates_no_second_copy_and_computes_the_same(
     engine: Any, layers: list[Any], checkpoints: tuple[Path, Path], record: Callable[[str, Any], None]
 ) -> None:
-    """Own weights lie in the checkpoint's layout, for which another kernel runs than for tiles: equal up to the order
-    of sums. On Marlin's tensors it is the same kernel, and every layer gives the same bits."""
+    """Compare the trainer on shared weights with one on its own weights in the checkpoint's layout.
+
+    Tiles use another kernel, so results are equal up to the order of sums. Marlin's tensors use the same kernel, so
+    every layer gives the same bits.
+    """
     lent, before = frozen_weights(engine), torch.cuda.memory_allocated()
     shared = models.load(checkpoints[1], weights=lent)
     shared_bytes = torch.cuda.memory_allocated() - before

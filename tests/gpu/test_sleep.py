@@ -1,4 +1,6 @@
-"""vLLM's own sleep mode, level 1, under a policy: refused changes while it sleeps, the same answers afterwards."""
+"""Test vLLM's sleep mode, level 1, with a policy: changes are refused during sleep, and answers are the same
+afterwards.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ PROMPTS = [[(7 * i + 3 * j) % 500 + 2 for j in range(40 + i)] for i in range(8)]
 
 
 def answer(llm: Any) -> list[tuple[int, ...]]:
-    """Greedy tokens, from an empty prefix cache."""
+    """Return greedy tokens, computed from an empty prefix cache."""
     from vllm import SamplingParams
 
     assert llm.reset_prefix_cache()

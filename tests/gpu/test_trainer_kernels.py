@@ -1,4 +1,4 @@
-"""The trainer's kernels on a Hopper GPU: the bits of the CPU, or fp64 within a tolerance."""
+"""Test the trainer's kernels on a Hopper GPU, against the CPU's bits or against fp64 within a tolerance."""
 
 import pytest
 import torch
@@ -17,12 +17,16 @@ def test_silu_mul_and_its_gradient_are_those_of_the_cpu():
         y.backward(dy.to(device, torch.bfloat16))
         results.append([t.detach().cpu().float() for t in (y, g.grad, u.grad)])
     for ours, reference in zip(results[1], results[0], strict=True):
-        assert (ours - reference).norm() < 1e-3 * reference.norm()  # the last bit of a few
+        assert (ours - reference).norm() < 1e-3 * reference.norm()  # a few values differ in the last bit
 
 
 @pytest.mark.parametrize(("T", "K", "R"), [(1000, 18944, 32), (3, 1040, 96), (1, 48, 6)], ids=str)
 def test_wide_operands_are_those_of_the_cpu(T, K, R):
-    """silu(gate) * up to the last bit of a few; what stands behind a weight to the bit, and nothing beyond it."""
+    """Compare widened operands with the CPU's.
+
+    silu(gate) * up may differ in the last bit of a few values; the columns behind a weight agree bit for bit, and
+    nothing is written beyond them.
+    """
     from qerl_kernels import wide
 
     gate, up = 4 * torch.randn(2, T, K).bfloat16()
@@ -44,7 +48,9 @@ def test_wide_operands_are_those_of_the_cpu(T, K, R):
 
 
 def test_behind_a_gate_the_product_is_that_of_the_layer():
-    """On tiles, 7B's down_proj: output and gradients of one function to those of silu_mul and the layer."""
+    """Compare the fused function with silu_mul and the layer, on a tiled weight of 7B's down_proj: output and
+    gradients.
+    """
     from peft import LoraConfig, get_peft_model
     from qerl_kernels import nvfp4_triton, tiles
     from qerl_kernels.silu_mul import silu_mul
@@ -55,7 +61,7 @@ def test_behind_a_gate_the_product_is_that_of_the_layer():
     packed = nvfp4_triton.quantize(0.02 * torch.randn(3584, 18944, device="cuda").bfloat16())
     row_scale = (1 / packed.divisor.float()).expand(3584).contiguous()
     tiled = tiles.tile_weight(packed.codes, packed.block_scales, row_scale)
-    # with a bias: PEFT asks the first parameter of a model where it is
+    # The layer has a bias because PEFT takes the device from a model's first parameter.
     layers = torch.nn.ModuleDict({"part": FrozenTiledLinear(tiled, torch.randn(3584, device="cuda"), torch.bfloat16)})
     holder = get_peft_model(layers, LoraConfig(r=32, target_modules=["part"])).cuda()
     lora.install(holder, "default")
@@ -89,7 +95,7 @@ def test_rotation_and_its_gradient_are_those_of_the_cpu(shape):
         y.backward(dy.to(device, torch.bfloat16))
         results.append([t.detach().cpu().float() for t in (y, there.grad)])
     for ours, reference in zip(results[1], results[0], strict=True):
-        assert (ours - reference).norm() < 1e-3 * reference.norm()  # the last bit of a few
+        assert (ours - reference).norm() < 1e-3 * reference.norm()  # a few values differ in the last bit
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["one rounding", "rounded"])
@@ -106,7 +112,7 @@ def test_rms_norm_and_its_gradients_are_those_of_the_cpu(shape, rounded):
         y.backward(dy.to(device, torch.bfloat16))
         results.append([t.detach().cpu().double() for t in (y, x_there.grad, w_there.grad)])
     for ours, reference in zip(results[1], results[0], strict=True):
-        assert (ours - reference).norm() < 2e-3 * reference.norm()  # the last bit of a few
+        assert (ours - reference).norm() < 2e-3 * reference.norm()  # a few values differ in the last bit
 
 
 def test_linear_logprob_agrees_with_fp64():

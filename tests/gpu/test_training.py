@@ -1,4 +1,4 @@
-"""Three GRPO steps of a random model with Qwen2.5-0.5B's layer sizes, in each arm, through the users' command."""
+"""Run three GRPO steps through the command line in each arm, on a random model with Qwen2.5-0.5B's layer sizes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,4 +29,4 @@ def test_three_grpo_steps(
     recipe = "nvfp4_lora.yaml" if noise_mode == "none" else "nvfp4_lora_aqn.yaml"
     mismatch = three_grpo_steps(recipe, model_name_or_path=base, quantization=quantization, noise_mode=noise_mode)
     record(f"three GRPO steps, {arm}: mean |log p| mismatch of rollout and trainer", f"{mismatch:.4f}")
-    assert mismatch < 0.025  # measured: 0.010 to 0.017, by the arm (kernels/results/README.md)
+    assert mismatch < 0.025  # measured: 0.010 to 0.017, depending on the arm (kernels/results/README.md)

@@ -1,4 +1,4 @@
-"""verl's own program with the keys of verl.md on one GPU and on two, its engines asleep while its trainer works."""
+"""Run verl's own program with the keys of verl.md on one GPU and on two; its engines sleep while its trainer works."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).parents[2]
-SIZES = {  # Qwen2.5-0.5B's, but for depth and vocabulary
+SIZES = {  # Qwen2.5-0.5B's sizes, except for depth and vocabulary
     "hidden_size": 896,
     "intermediate_size": 4864,
     "num_hidden_layers": 4,
@@ -52,7 +52,7 @@ def test_three_steps_of_main_ppo(
 
     verl_run.write(tmp_path, "cuda", **SIZES)
     path = [fixtures, str(REPOSITORY), str(REPOSITORY / "kernels"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)  # verl has a process for each engine
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)  # verl starts a process for each engine
     line = verl_run.command(tmp_path, gpus=gpus, tensor_parallel=tensor_parallel, prompts=16, length=96, extra=KEYS)
     run_process(line, tmp_path / "log", seconds=560, HF_HUB_OFFLINE="1", PYTHONPATH=os.pathsep.join(path))
     batches, differences = verl_run.events(tmp_path / "log")

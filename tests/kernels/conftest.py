@@ -1,4 +1,4 @@
-"""A GPU's driver that writes down what it is asked to launch, for tensors of a CPU."""
+"""Provide a fake GPU driver that records the launches it is asked for, with tensors on a CPU."""
 
 import contextlib
 import ctypes
@@ -10,12 +10,15 @@ import pytest
 import torch
 from qerl_kernels import adapter, counters, driver, gemm, linear_tiles, rule
 
-POINTERS = ("tiles", "row_scale", "bias", "y", "partials", "counters", "s", "b", "spans")  # of the product
+POINTERS = ("tiles", "row_scale", "bias", "y", "partials", "counters", "s", "b", "spans")  # arguments of the product
 SIZES = {"nvfp4_gemm": "128s9Q60s", "adapter_shrink": "3Q4i", "nvfp4_dequantize": "2Q5i", "fill": "i"}
 
 
 class Launched(NamedTuple):
-    """What cuLaunchKernelEx was given: ``code`` is what the kernel was compiled from, ``attributes`` by their id."""
+    """Record what cuLaunchKernelEx was given.
+
+    ``code`` is what the kernel was compiled from; ``attributes`` are keyed by their id.
+    """
 
     kernel: str
     code: str
@@ -28,22 +31,26 @@ class Launched(NamedTuple):
 
     @property
     def pointers(self) -> dict[str, int]:
-        """Of a product."""
+        """Return a product's pointers by name."""
         return dict(zip(POINTERS, self.arguments[1:10], strict=True))
 
     @property
     def problem(self) -> gemm._Problem:
-        """Of a product."""
+        """Return a product's problem."""
         return gemm._Problem.from_buffer_copy(self.arguments[10])
 
     @property
     def map(self) -> tuple[int, ...]:
-        """Of a product: what its description of x was made of, see ``cuTensorMapEncodeTiled`` below."""
+        """Return what a product's description of x was made of; see ``cuTensorMapEncodeTiled`` below."""
         return struct.unpack_from("12Q", self.arguments[0])
 
 
 class RecordingDriver:
-    """``context`` is the thread's, torch's is 7; ``fails`` is the call that fails; ``calls`` are (name, context)."""
+    """Record driver calls.
+
+    ``context`` is the thread's (torch's is 7), ``fails`` names the call that fails, and ``calls`` holds pairs of name
+    and context.
+    """
 
     def __init__(self) -> None:
         self.context, self.fails, self.stream, self.capturing = 7, None, 0, False
@@ -101,7 +108,7 @@ class RecordingDriver:
 
 
 def _fields(sizes: str) -> list[str]:
-    """ "3Q4i" -> Q, Q, Q, i, i, i, i; of bytes the number is their size."""
+    """Split a struct format into one field per argument: "3Q4i" gives Q, Q, Q, i, i, i, i, and "9s" stays one field."""
     found, number = [], ""
     for letter in sizes:
         if letter.isdigit():
@@ -114,7 +121,7 @@ def _fields(sizes: str) -> list[str]:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDriver]:
-    """A Hopper GPU of 132 multiprocessors that does what the rule was fitted on, and computes nothing."""
+    """Fake the Hopper GPU of 132 multiprocessors that the rule was fitted on; it computes nothing."""
     recording, here = RecordingDriver(), rule.rule().machine
     for name in ("_driver", "_quick"):
         monkeypatch.setattr(driver, name, lambda: recording)

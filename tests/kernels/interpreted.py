@@ -1,10 +1,10 @@
-"""Checks of the Triton kernels by Triton's interpreter, on a CPU; test_triton_kernels.py runs them in one process."""
+"""Check the Triton kernels with Triton's interpreter on a CPU; test_triton_kernels.py runs all in one process."""
 
 import os
 import sys
 import traceback
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when a kernel is defined
 
 import torch
 from qerl_kernels import (  # noqa: F401
@@ -33,13 +33,13 @@ def dequantize_is_exact_for_every_code_and_scale():
     expected = torch.tensor(nvfp4.MAGNITUDES + tuple(-m for m in nvfp4.MAGNITUDES)) * scales.float()[:, None]
     assert torch.equal(w.double(), expected.double())
     assert same_bits(w, nvfp4.dequantize(codes, scales[:, None]))
-    codes, scales = codes[:, :3].repeat(1, 8), scales[:, None].repeat(1, 3)  # three blocks a row
+    codes, scales = codes[:, :3].repeat(1, 8), scales[:, None].repeat(1, 3)  # three blocks per row
     with_room = nvfp4_triton.dequantize(codes, scales, 8)
     assert with_room.shape == (254, 56) and same_bits(with_room[:, :48], nvfp4.dequantize(codes, scales))
     codes, scales = (
         codes[:206].reshape(3, 2 * 824)[:, :1640],
         scales[:206].reshape(3, 206)[:, :205],
-    )  # two programs a row
+    )  # two programs per row
     with_room = nvfp4_triton.dequantize(codes, scales, 8)
     assert same_bits(with_room[:, :-8], nvfp4.dequantize(codes, scales))
 
@@ -52,7 +52,7 @@ def quantize_gives_the_bits_of_the_reference():
             0,
             -0.0,
             w[5] * 1e-4,
-        )  # a zero block, a negative zero, scales that are subnormal or zero
+        )  # a zero block, a negative zero, and scales that are subnormal or zero
         w = w.to(dtype)
         for divisor in (None, torch.tensor(7.25)):
             reference, ours = nvfp4.quantize(w, divisor), nvfp4_triton.quantize(w, divisor)
@@ -66,9 +66,9 @@ def quantize_gives_the_bits_of_the_reference():
     edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0, 6.0, 1e-40, 5e30])
     edges = torch.cat([edges, torch.nextafter(edges, edges * 0), torch.nextafter(edges, edges * 0 + 9)])
     w = torch.stack([edges, -edges]).flatten()[:, None].repeat(1, 16)
-    w[:, 0] = 6  # scale 448 over divisor 448: each weight is its ratio, and 5e30 is far beyond
+    w[:, 0] = 6  # scale 448 over divisor 448 is 1, so each weight is its own ratio, and 5e30 is far out of range
     assert same_bits(nvfp4.quantize(w, torch.tensor(448.0)).codes, nvfp4_triton.quantize(w, torch.tensor(448.0)).codes)
-    w[:, 0], w[:, 1] = 2688, -1e-45  # the ratio of a step of 448 is -0: no sign
+    w[:, 0], w[:, 1] = 2688, -1e-45  # the ratio is -0, whose code must have no sign
     assert same_bits(nvfp4.quantize(w, torch.tensor(1.0)).codes, nvfp4_triton.quantize(w, torch.tensor(1.0)).codes)
 
 
@@ -144,7 +144,7 @@ def rotate_agrees_with_the_reference():
 
 def rms_norm_agrees_with_the_reference():
     generator = torch.Generator().manual_seed(0)
-    rms_norm_triton.PROGRAMS, rms_norm_triton.PROGRAMS_WITH_W = 4, 3  # with more rows than that
+    rms_norm_triton.PROGRAMS, rms_norm_triton.PROGRAMS_WITH_W = 4, 3  # the cases below have more rows than programs
     for rows, H, dtype in ((2, 96, torch.float32), (11, 80, torch.float16)):
         x, dy = ((3 * torch.randn(rows, H, generator=generator)).to(dtype) for _ in range(2))
         w = 1 + torch.randn(H, generator=generator)
@@ -164,7 +164,7 @@ def rms_norm_agrees_with_the_reference():
 
 
 if __name__ == "__main__":
-    for check in sys.argv[1:]:  # each is run, whatever became of the one before
+    for check in sys.argv[1:]:  # run each check even if an earlier one failed
         print(f"== {check}", flush=True)
         try:
             globals()[check]()

@@ -1,4 +1,4 @@
-"""The policy adapter of a tiled layer: which columns of B a block of rows can have, and the product on a CPU."""
+"""Test the policy adapter of a tiled layer: which columns of B a block of rows may use, and the product on a CPU."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_the_quickest_launch_by_itself_has_a_block_for_every_tile_of_tokens():
 
 
 def test_a_product_leaves_multiprocessors_free_only_where_it_is_told_to_and_they_are_few():
-    how = Shrink(Variant(8, 1, 16), 3)  # 8 blocks of columns, 2 of rows for R = 32, 3 of tokens
+    how = Shrink(Variant(8, 1, 16), 3)  # 8 blocks of columns, 2 of rows (R = 32) and 3 of tokens
     assert how.blocks(64, 32) == 48 and how.left_free(64, 32, 1000) == 0
     beside = how._replace(beside=True)
     assert (beside.left_free(64, 32, 240), beside.left_free(64, 32, 239)) == (48, 0)

@@ -58,7 +58,10 @@ def test_a_full_disk_is_an_error_that_leaves_no_part_of_a_file(tmp_path):
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """What is compiled, one entry a time, with an empty cache: NVRTC itself comes with torch for CUDA only."""
+    """Return the list of sources compiled, starting from an empty cache.
+
+    A stand-in replaces NVRTC, which comes only with torch for CUDA.
+    """
     calls = []
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "_nvrtc", lambda: None)
@@ -80,7 +83,10 @@ def test_a_damaged_file_of_the_cache_is_compiled_again(compiled, recwarn):
 
 
 def test_what_another_compiler_or_other_options_make_has_a_file_of_its_own(compiled, monkeypatch):
-    """So a variant is proven anew: its verdict is that of its machine code."""
+    """Check that each compiler version and option set gets its own file, so that a variant is proven again.
+
+    A verdict belongs to one machine code.
+    """
     asked = [("one",), ("one", (("ROWS", 2),)), ("one", (("ROWS", 3),)), ("one", (), "sm_100a"), ("two",)]
     for version in ("13.0", "13.1", "13.0"):
         monkeypatch.setattr(nvrtc, "version", lambda library, version=version: version)
@@ -97,7 +103,7 @@ def test_a_cache_that_may_be_another_users_is_not_used_and_says_so_once(compiled
         monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     elif fault == "writable":
         folder.chmod(0o777)
-    else:  # as root may read everything, a folder in its place
+    else:  # Root may read every file, so a folder takes the file's place.
         (file,) = folder.iterdir()
         file.unlink()
         file.mkdir()
@@ -105,7 +111,7 @@ def test_a_cache_that_may_be_another_users_is_not_used_and_says_so_once(compiled
     said = " ".join(str(warning.message) for warning in recwarn)
     expected = {"another_user": "it belongs to user", "writable": "chmod go-w", "unreadable": "cannot be"}[fault]
     assert expected in said and said.count("set QERL_CACHE") <= 2
-    if fault != "unreadable":  # nothing is written there either
+    if fault != "unreadable":  # the refused folder is not written to either
         monkeypatch.setattr(compiler.subprocess, "run", lambda *a, **k: pytest.fail("compiled into that folder"))
         compiler.compile_ahead([("two", ()), ("three", ())])
         assert len(list(folder.iterdir())) == 1
@@ -113,7 +119,10 @@ def test_a_cache_that_may_be_another_users_is_not_used_and_says_so_once(compiled
 
 @pytest.fixture
 def folder_of_no_root(monkeypatch):
-    """A cache that belongs to the user; root, who may read everything, is nobody for the test."""
+    """Provide a cache that belongs to the user.
+
+    Root may read everything, so for the test root becomes the user nobody.
+    """
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("QERL_CACHE", folder)
         root = os.geteuid() == 0
@@ -152,7 +161,10 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
 
 
 def test_a_user_without_a_home_has_a_folder_all_the_same(monkeypatch):
-    """As a container's that runs as any number; and none named ~ in the folder where it was started."""
+    """Check the folder of a user without a home, as in a container that runs under an arbitrary user id.
+
+    No folder named ~ may appear in the working directory.
+    """
 
     def unknown(user):
         raise KeyError(user)
@@ -166,7 +178,7 @@ def test_a_user_without_a_home_has_a_folder_all_the_same(monkeypatch):
 
 @pytest.fixture
 def with_nvrtc(monkeypatch, tmp_path):
-    """NVRTC and an empty cache; it comes with torch for CUDA only."""
+    """Provide NVRTC, which comes only with torch for CUDA, and an empty cache; skip without it."""
     try:
         compiler._nvrtc()
     except compiler.CompileError as error:

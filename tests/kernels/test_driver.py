@@ -1,4 +1,4 @@
-"""Kernels loaded and launched, and matrices described, with a driver that writes down what it is asked."""
+"""Test loading and launching kernels and describing matrices, with a driver that records what it is asked."""
 
 import ctypes
 
@@ -47,7 +47,7 @@ class Problem(ctypes.Structure):
 
 @pytest.mark.parametrize(("overlap", "cluster"), [(False, 1), (True, 1), (False, 4), (True, 4)])
 def test_the_driver_gets_each_argument_the_sizes_and_what_the_launch_asks_for(overlap, cluster, recorded):
-    """As cuLaunchKernelEx reads them (CUDA's manual): kernelParams[i] points to the i-th argument."""
+    """Read the arguments as cuLaunchKernelEx does: by CUDA's manual, kernelParams[i] points to the i-th argument."""
     found = []
 
     def launch_kernel(launch, function, places, extra):
@@ -81,7 +81,7 @@ def test_a_call_is_launched_with_what_its_memory_holds_then_on_the_stream_of_the
     driver.launch(0, call, alone)
     first, second, third = recorded.launched
     assert (first.grid, first.threads, first.shared_memory) == ((8, 2, 1), 96, 1024)
-    # CUlaunchAttributeID: 6 lets it begin before the kernel ahead has ended, 4 is the cluster
+    # CUlaunchAttributeID 6 lets a kernel begin before the one ahead has ended; 4 is the cluster.
     assert first.attributes == {6: (1, 0, 0), 4: (4, 1, 1)} and third.attributes == {}
     assert [(one.arguments, one.stream, one.code) for one in recorded.launched] == [
         ((5,), 3, "code"),
@@ -97,8 +97,8 @@ def test_a_matrix_is_described_anew_for_each_place_where_it_lies(dtype, kind, re
     for data, stride in ((4096, 128), (8192, 144)):
         described.describe(data, stride)
         words = (ctypes.c_uint64 * 11).from_address(described.address)
-        # two dimensions, the inner one first, rows so many bytes apart, boxes of 32 columns and 64 rows in steps of 1;
-        # modes: not interleaved, a swizzle of 128 bytes, 256 bytes into L2, zeros outside
+        # The description has two dimensions, the inner one first, a row stride in bytes, and boxes of 32 columns and 64
+        # rows in steps of 1. Its modes are: not interleaved, a swizzle of 128 bytes, 256 bytes into L2, zeros outside.
         assert list(words) == [data, kind, 2, 128, 20, 2 * stride, 32, 64, 1, 1, 330]
     recorded.fails = "cuTensorMapEncodeTiled"
     with pytest.raises(RuntimeError, match=r"a tensor map of \(20, 128\) with rows 144 apart: CUDA error 209"):

@@ -1,4 +1,4 @@
-"""The product of sorted rows with packed experts, and its input gradient."""
+"""Test the grouped product of sorted rows with packed experts, and its gradient for the input."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def example(dtype):
 
 
 def exact(x, codes, scales, dy):
-    """By a dense weight for each row."""
+    """Compute the product and its input gradient in fp64 with a dense weight for each row."""
     owner = torch.repeat_interleave(torch.arange(E), torch.tensor(COUNTS))
     w = torch.stack([nvfp4.dequantize(codes[e], scales[e]).double() for e in owner])
     return torch.einsum("snk,sk->sn", w, x.double()), torch.einsum("snk,sn->sk", w, dy.double())
@@ -60,7 +60,8 @@ def test_what_does_not_fit_is_refused():
         grouped_linear(x[:, :16], ends, codes, scales)
     with pytest.raises(ValueError, match="do not fit block scales"):
         grouped_linear(x, ends, codes, scales[:-1])
-    with pytest.raises(ValueError, match="do not fit block scales"):  # 8 columns more than whole blocks of 16
+    # 24 columns are not a whole number of 16-column blocks
+    with pytest.raises(ValueError, match="do not fit block scales"):
         grouped_linear(x[:, :24], ends, codes[..., :12], scales[..., :1])
     with pytest.raises(ValueError, match=r"ends is torch.int64 \(5,\)"):
         grouped_linear(x, ends.long(), codes, scales)
@@ -78,7 +79,7 @@ def test_the_operator_passes_torch_library_checks():
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", [(40, 0, 300, 1, 171, 0, 0, 512), (0, 0, 0, 0, 0, 0, 0, 1)], ids=str)
 def test_on_a_gpu_one_grouped_product_does_all_experts(counts):
-    """Also the activation between the two products, with its scales."""
+    """Compare the grouped product, and the scaled activation between two products, with the reference on a GPU."""
     from qerl_kernels.silu_mul import scaled_silu_mul
 
     generator = torch.Generator().manual_seed(0)

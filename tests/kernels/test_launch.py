@@ -1,4 +1,6 @@
-"""What the driver is told of a product, by figures worked out by hand, and that a plan serves many products."""
+"""Test what the driver is told about a product, against figures worked out by hand, and that one plan serves many
+products.
+"""
 
 import gc
 import threading
@@ -9,11 +11,11 @@ import torch
 from qerl_kernels import counters, gemm, linear_tiles, nvfp4, rule, tiles
 from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, spans
 
-C = gemm.deepest(64, 2, 1, 1, 2, 2, 0)  # tiles of 128 rows and 64 tokens, 2 tiles of 64 columns a stage
+C = gemm.deepest(64, 2, 1, 1, 2, 2, 0)  # tiles of 128 rows and 64 tokens; each stage has 2 tiles of 64 columns
 
 
 def problem(N=192, K=512, R=32, operand=torch.bfloat16):
-    """(weight, adapter, bias): their numbers do not matter here."""
+    """Return a weight, an adapter and a bias; their values do not matter here."""
     packed = nvfp4.quantize(torch.randn(N, K).bfloat16())
     weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(1.0), operand)
     return weight, Adapter(torch.randn(R, K).to(operand), torch.randn(N, R).to(operand), spans([N], R)), torch.randn(N)
@@ -25,7 +27,7 @@ def tokens(M, K=512, operand=torch.bfloat16):
 
 @pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
 def test_the_kernel_is_told_how_its_work_is_divided_and_where_everything_lies(operand, recorded):
-    """Grid, tiles, runs, adapter, and who is ahead."""
+    """Check the grid, tiles, runs, adapter, and the attribute that lets a kernel start before the one ahead ends."""
     weight, adapter, bias = problem(operand=operand)
     x = tokens(100, operand=operand)
     results = [
@@ -36,7 +38,7 @@ def test_the_kernel_is_told_how_its_work_is_divided_and_where_everything_lies(op
     products = [one for one in recorded.launched if one.kernel == "nvfp4_gemm"]
     for y, one in zip(results, products, strict=True):
         assert y.shape == (100, 192) and y.dtype == operand
-        # 2 tiles of rows x 2 of tokens, 4 stages each: sixteen runs of one stage
+        # 2 tiles of rows x 2 of tokens with 4 stages each make sixteen runs of one stage.
         assert (one.grid, one.threads, one.shared_memory) == ((16, 1, 1), 384, C.shared_memory())
         assert one.attributes == {6: (1, 0, 0)} and f"'HALF': {int(operand == torch.float16)}" in one.code
         p = one.problem
@@ -54,12 +56,13 @@ def test_the_kernel_is_told_how_its_work_is_divided_and_where_everything_lies(op
             assert (at["s"], at["b"], at["spans"]) == (0, 0, 0)
             continue
         assert (at["b"], at["spans"]) == (adapter.b.data_ptr(), adapter.spans.data_ptr())
-        # fp32 sums of a tile, 128 rows of 64 tokens, for each of 16 blocks; behind them s
+        # Each of 16 blocks has fp32 sums of a tile of 128 rows and 64 tokens; s lies behind them.
         assert at["s"] == at["partials"] + 4 * 128 * 64 * 16
     sizes = 192, 512, 100, 32, None, operand, True
     assert gemm.plan(threading.get_ident(), C, None, *sizes).room == 4 * 128 * 64 * 16 + 2 * 100 * 32
     small = [one for one in recorded.launched if one.kernel == "adapter_shrink"]
-    # 8 blocks of columns, 16 or 32 rows of A, 32 or 16 tokens; shared memory for 17 times what a block adds up
+    # The grid has 8 blocks of columns, and blocks of 16 or 32 rows of A and 32 or 16 tokens. Shared memory holds 17
+    # times what a block adds up.
     assert [(one.grid, one.threads, one.shared_memory) for one in small] == [
         ((8, 1, 4), 512, 4 * 17 * 32 * 32),
         ((8, 2, 1), 512, 4 * 17 * 16 * 16),
@@ -74,7 +77,7 @@ def test_beyond_512_tokens_cublas_makes_s_and_does_not_say_when_x_is_complete(re
     x = tokens(600)
     assert gemm.product(x, weight, C, None, adapter).shape == (600, 192)
     (one,) = recorded.launched
-    # 2 tiles of rows x 10 of tokens, 4 stages each: eighty runs
+    # 2 tiles of rows x 10 of tokens with 4 stages each make eighty runs.
     assert one.grid == (80, 1, 1) and one.problem.adapter_columns == 32 and not one.problem.tokens_ready
     assert one.pointers["s"] not in (0, one.pointers["partials"])
     with pytest.raises(ValueError, match="does not divide"):
@@ -90,13 +93,14 @@ def test_where_no_tile_is_shared_there_is_no_memory_for_sums_and_a_kernel_beside
     assert one.pointers["partials"] == y.data_ptr(), "which the kernel does not look at"
     how = Shrink(VARIANTS[1], 3, beside=True)  # 8 x 1 x 3 blocks
     gemm.product(tokens(2000), weight, C, None, adapter, how)
-    # 2 x 32 tiles of 4 stages could take 256 runs: 132 blocks at one time, less 24
+    # 2 x 32 tiles of 4 stages could take 256 runs, but 132 blocks run at one time, less these 24.
     assert recorded.launched[-1].grid == (108, 1, 1)
 
 
 def test_a_plan_keeps_no_tensor_and_its_next_product_has_none_of_the_last(recorded):
-    for overlap in range(2):  # by the rule too, through the operator's own kernel
-        for _ in range(3):  # slipcover looks at all frames now and then, and keeps them; a plan would keep each time
+    for overlap in range(2):  # the rule also goes through the operator's own kernel
+        # slipcover sometimes keeps the frames it looks at, whereas a plan would keep tensors each time
+        for _ in range(3):
             left = after_a_product(overlap)
             gc.collect()
             if all(part() is None for part in left):
@@ -120,7 +124,10 @@ def test_a_plan_keeps_no_tensor_and_its_next_product_has_none_of_the_last(record
 
 
 def after_a_product(through_operator):
-    """What is left of its tensors: weak references. In a frame of its own, which under coverage keeps them, too."""
+    """Run a product and return weak references to its tensors.
+
+    It has its own frame because coverage may keep frames alive.
+    """
     weight, adapter, bias = problem()
     run(tokens(100), weight, adapter, bias, through_operator)
     return [weakref.ref(part) for part in (weight.tiles, adapter.a, adapter.b)]
@@ -134,7 +141,7 @@ def run(x, weight, adapter, bias, through_operator):
 
 
 def test_threads_have_plans_of_their_own(recorded):
-    """Else one would write over what another is about to launch."""
+    """Check that each thread has its own plan, since otherwise one would overwrite what another is about to launch."""
     weight, adapter, bias = problem()
     inputs = [tokens(100) for _ in range(4)]
     ready, seen = threading.Barrier(4), []
@@ -156,7 +163,7 @@ def test_threads_have_plans_of_their_own(recorded):
 
 
 def test_each_stream_has_counters_of_its_own_and_each_graph_the_weights(recorded):
-    """Also for a plan that is there already, and after what streams had was given back."""
+    """Check the counters also for an existing plan, and after the streams' counters were given back."""
     weight, _, _ = problem()
     x = tokens(100)
 
@@ -173,7 +180,7 @@ def test_each_stream_has_counters_of_its_own_and_each_graph_the_weights(recorded
     assert counted() == (weight.counters.data_ptr(), 2)
     recorded.capturing = False
     assert counted() == second
-    kept = counters.counters_for(weight.counters, 2)  # that its memory is not taken again
+    kept = counters.counters_for(weight.counters, 2)  # keeps this memory from being reused
     counters.forget_counters()
     assert counted()[0] not in (kept.data_ptr(), weight.counters.data_ptr())
 
@@ -227,6 +234,6 @@ def test_the_kernel_that_expands_gets_a_block_for_each_128_columns_of_64_rows(re
     assert [one.arguments[:2] for one in recorded.launched] == [
         (weight.tiles.data_ptr(), w.data_ptr()) for w in results
     ]
-    # rows, columns, tiles of 64 columns (an even number), the first row, numbers from a row to the next
+    # The arguments are rows, columns, tiles of 64 columns (an even number), the first row, and the row stride.
     numbers = [one.arguments[2:] for one in recorded.launched]
     assert numbers == [(208, 272, 6, 0, 272), (144, 272, 6, 64, 272), (70, 272, 6, 128, 272), (208, 272, 6, 0, 280)]

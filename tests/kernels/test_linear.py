@@ -1,4 +1,6 @@
-"""The frozen linear layer against fp64, its gradient, its operators under torch.compile, and its refusals."""
+"""Test the frozen linear layer against fp64: its output, its gradient, its operators under torch.compile, and its
+refusals.
+"""
 
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_operators_pass_torch_library_checks(bias):
 @pytest.mark.parametrize("rows", [False, True], ids=["one tensor scale", "a scale for each row"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_what_a_gpu_is_given_to_do_is_the_product_of_the_dense_weight_rounded_once(dtype, rows, known, monkeypatch):
-    """The same steps by the CPU's own products, of which only the sum in fp32 has to be asked for otherwise."""
+    """Run the GPU's steps with the CPU's own products. Only the matrix product with fp32 sums is replaced."""
     asked = []
     monkeypatch.setattr(
         of_linear, "_matmul_fp32", lambda a, b: asked.append((a.dtype, b.dtype)) or a.float() @ b.float()
@@ -109,7 +111,7 @@ def test_a_gpu_agrees_with_the_naive_reference(rows, dtype):
         naive.linear(x, codes, block_scales, row_scale, bias),
         **tolerance,
     )
-    # with unequal row scales dy is rounded once more, before the sum
+    # With unequal row scales dy is rounded once more before the sum.
     tolerance["atol"] = max(1e-4, 4 * torch.finfo(dtype).eps)
     torch.testing.assert_close(
         linear_backward(dy, codes, block_scales, row_scale),
@@ -135,7 +137,8 @@ def test_shapes_that_do_not_fit_are_refused():
         linear(x[..., :-1], codes, block_scales, row_scale)
     with pytest.raises(ValueError, match=r"do not fit block scales"):
         linear(x, codes, block_scales[:, :-1], row_scale)
-    with pytest.raises(ValueError, match=r"do not fit block scales"):  # 40 columns are no whole blocks of 16
+    # 40 columns are not a whole number of 16-column blocks
+    with pytest.raises(ValueError, match=r"do not fit block scales"):
         linear(x[..., :40], codes[:, :20], block_scales[:, :2], row_scale)
     with pytest.raises(ValueError, match=r"row_scale is torch\.bfloat16"):
         linear(x, codes, block_scales, row_scale.bfloat16())
@@ -170,7 +173,9 @@ def test_a_scale_that_is_a_factor_of_the_product_rounds_no_more_than_one_that_is
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_expanded_operand_times_its_factor_is_exact_and_small_in_float16(dtype):
-    """All 16 codes under every positive scale; sums of the expanded operand stay in float16 where those of W do."""
+    """Expand all 16 codes under every positive scale. In float16 the expanded operand stays below 1, so its sums stay
+    in range wherever those of W do.
+    """
     codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).repeat(127, 1)
     scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
     w, factor = expand(codes, scales, dtype)

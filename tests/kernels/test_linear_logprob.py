@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states: values and gradients against fp64 autograd, in chunks, and the refusals."""
+"""Test log-probabilities from hidden states: values and gradients against fp64 autograd, chunks, and refusals."""
 
 import pytest
 import torch
@@ -78,8 +78,8 @@ def test_the_gradient_prepared_ahead_is_that_of_the_backward_with_two_products_n
         logp, *_ = linear_logprob(ours, w.to(dtype), targets, 0.7, rounded=rounded, ahead=ahead)
         (logp * upstream[0]).sum().backward()
         found[ahead], logits[ahead] = ours.grad, len(products)
-    assert logits == {True: 3, False: 6}  # chunks
-    tolerance = 1e-6 if dtype == torch.float32 else 2**-7  # of the largest: one rounding to BF16 more
+    assert logits == {True: 3, False: 6}  # products, one per chunk
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7  # relative to the largest value: BF16 adds one rounding
     torch.testing.assert_close(found[True], found[False], rtol=0, atol=tolerance * float(found[False].abs().max()))
 
 
@@ -104,7 +104,7 @@ def test_large_logits_do_not_overflow():
     expected = reference(hidden.double() * 200, w.double(), targets)[0]
     torch.testing.assert_close(
         results[0].double(), expected, rtol=2e-6, atol=0
-    )  # fp32 sums of 24 products, in any order
+    )  # fp32 sums of 24 products in any order
 
 
 def test_operators_pass_torch_library_checks():
@@ -127,7 +127,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_in_float16_the_gradient_of_small_probabilities_is_as_exact_as_in_bfloat16(spread):
-    """A large vocabulary, all tokens alike: each has 7e-6, where float16 has few bits left."""
+    """Use a large vocabulary of similar tokens: each has probability 7e-6, where float16 has few bits left."""
     generator = torch.Generator().manual_seed(0)
     T, V, H = 4, 152064, 32
     w = (0.05 * torch.randn(V, H, generator=generator) + 0.02).half()

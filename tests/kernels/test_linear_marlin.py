@@ -1,4 +1,6 @@
-"""The frozen linear layer on Marlin's tensors: the bits of that on the checkpoint's, and what its backward keeps."""
+"""Test that the frozen linear layer on Marlin's tensors gives the checkpoint layout's bits, and what its backward
+keeps.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ N, K = 80, 96
 
 
 def example(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, NVFP4Weight, MarlinWeight, torch.Tensor]:
-    """x, the checkpoint's weight, the same in Marlin's layout (columns of a larger one), and a bias."""
+    """Return x, the checkpoint's weight, the same in Marlin's layout (some columns of a larger one), and a bias."""
     generator = torch.Generator().manual_seed(0)
     whole = quantize(torch.randn(192, K, generator=generator).bfloat16())
     packed = NVFP4Weight(whole.codes[64 : 64 + N], whole.block_scales[64 : 64 + N], whole.divisor)

@@ -1,4 +1,4 @@
-"""The tiled linear layer on a CPU, and the sources that a GPU would compile."""
+"""Test the tiled linear layer on a CPU, and the sources that a GPU would compile."""
 
 import threading
 from functools import partial
@@ -43,7 +43,7 @@ def test_slabs_and_a_factor_give_the_product(biased, operand, monkeypatch):
     assert weight.scale.item() == pytest.approx(0.37)
     monkeypatch.setattr(linear_tiles, "MOST_SLAB_ROWS", 128)
     dense = tiles.dequantize(weight.tiles, 192, 80, operand)
-    expanded = dense * nvfp4.expanded_factor(operand)  # what the GPU's kernel gives
+    expanded = dense * nvfp4.expanded_factor(operand)  # the GPU's kernel returns this scaled weight
     assert torch.equal(expanded.double() / nvfp4.expanded_factor(operand), dense.double())
     monkeypatch.setattr(gemm, "dequantize", lambda w, first, rows: expanded[first : first + rows].float())
     bias = torch.randn(192) if biased else None
@@ -61,12 +61,12 @@ def test_an_adapter_adds_its_product_on_a_cpu_too():
     assert (linear_tiles.linear(x, weight, None, adapter).double() - exact).norm() < 1e-6 * exact.norm()
 
 
-MANY = 300  # tokens for which the weight is expanded below
+MANY = 300  # with this many tokens the tests below expand the weight
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU whose kernels are played by torch in fp32: what has been chosen for, and what has been launched."""
+    """Replace a GPU's kernels by torch in fp32, and return the list of configurations that were chosen and launched."""
     asked, here = [], rule.rule().machine
 
     def plan(thread, configuration, how, N, K, M, columns, device, operand, overlap):
@@ -93,7 +93,7 @@ def hopper(monkeypatch):
         return rule.choose_fixed(*given)
 
     monkeypatch.setattr(gemm, "plan", plan)
-    monkeypatch.setattr(gemm, "check", lambda *_: None)  # fp32, that the products may be compared
+    monkeypatch.setattr(gemm, "check", lambda *_: None)  # fp32 operands make the products comparable
     monkeypatch.setattr(gemm, "dequantize", dequantize)
     monkeypatch.setattr(linear_tiles, "supported", lambda device: True)
     monkeypatch.setattr(linear_tiles, "machine", lambda index, operand: here)
@@ -195,7 +195,7 @@ def test_slabs_are_equal_and_cover_the_weight(N):
 
 @pytest.mark.parametrize("of_tiles", [False, True], ids=["canonical", "tiles"])
 def test_sums_are_fp32_under_autocast_too(of_tiles):
-    """Without its row scale a product of float16 may be beyond its end, which fp32 does not mind."""
+    """Check that sums stay fp32 under autocast, since in float16 a product without its row scale may overflow."""
     packed, _, weight, x = example(operand=torch.float16)
     x, small = (100 * x).half().requires_grad_(), torch.tensor(1e-5)
     weight = tiles.tile_weight(packed.codes, packed.block_scales, small, torch.float16)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from qerl_kernels.marlin_layout import load_scales, repack, scale_exponent, store_scales, unpack_words
 
-EXPONENTS = range(18)  # 17: the largest scale is the smallest E4M3 number, 2^-9, and 2^8 after the multiplication
+EXPONENTS = range(18)  # 17 is the largest exponent: it lifts the smallest E4M3 number, 2^-9, to 2^8
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**31))
@@ -17,7 +17,7 @@ def test_repacking_is_a_permutation_that_unpacking_inverts(n_blocks: int, k_bloc
 
 
 def test_each_nibble_lies_where_the_published_marlin_permutation_puts_it() -> None:
-    """The permutation of the Marlin paper's kernel for 4-bit weights, written out independently."""
+    """Compare with the Marlin paper's permutation for 4-bit weights, written out independently."""
     order = []
     for i in range(32):
         column = i // 4
@@ -39,12 +39,12 @@ def test_each_nibble_lies_where_the_published_marlin_permutation_puts_it() -> No
 
 
 def all_scales() -> torch.Tensor:
-    """The 127 E4M3 numbers from 0 to 448, by their bytes."""
+    """Return the 127 E4M3 numbers from 0 to 448, ordered by their bytes."""
     return torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 def is_held(scales: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Whether Marlin's format has a number for each of these scales."""
+    """Return whether Marlin's format can hold each of these scales."""
     numbers = scales.double() * 2.0**exponent
     return (numbers == 0) | ((numbers >= 2.0**-6) & (numbers <= 448))
 

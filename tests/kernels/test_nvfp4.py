@@ -1,4 +1,4 @@
-"""The NVFP4 format: every byte against a table written independently in fp64, rounding, round trips, extremes."""
+"""Test the NVFP4 format: every byte against an independent fp64 table, rounding, round trips and extremes."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from qerl_kernels.scale_search import quantize_mse
 
 
 def value_of_code(code: int) -> float:
-    """E2M1 from its definition: sign, two exponent bits of bias 1, one mantissa bit, subnormals below 1."""
+    """Decode E2M1 by its definition: a sign, two exponent bits of bias 1, one mantissa bit, subnormals below 1."""
     sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
     magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
     return -magnitude if sign else magnitude
 
 
 def value_of_scale(byte: int) -> float:
-    """E4M3FN from its definition: sign, four exponent bits of bias 7, three mantissa bits, S.1111.111 is NaN."""
+    """Decode E4M3FN by its definition: a sign, four exponent bits of bias 7, three mantissa bits, S.1111.111 is NaN."""
     sign, exponent, mantissa = byte >> 7, (byte >> 3) & 15, byte & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
@@ -59,7 +59,7 @@ def test_every_bf16_number_is_rounded_to_the_nearest_code():
     x = x[x.isfinite()]
     magnitudes = torch.tensor([value_of_code(c) for c in range(8)], dtype=torch.float64)
     distances = (x.double().abs().clamp(max=8).unsqueeze(1) - magnitudes).abs()  # (65280, 8)
-    distances[:, 1::2] += 1e-12  # of two equally near, the even code
+    distances[:, 1::2] += 1e-12  # between two equally near codes, prefer the even one
     assert torch.equal(round_to_codes(x).long(), distances.argmin(dim=1) + 8 * (x < 0))
 
 
@@ -78,8 +78,8 @@ def test_the_error_is_at_most_half_a_step(seed, size):
     scale = weight.block_scales.double() / weight.divisor.double()  # (8, 4)
     restored = dequantize(weight.codes, weight.block_scales).double() / weight.divisor.double()
     blocks = (restored - w.double()).view(8, 4, 16).abs() / scale.unsqueeze(-1)
-    # the widest step of E2M1 is 2 (from 4 to 6); a scale rounded down clips its largest value by 1/16 of 6 at most
-    assert blocks.max() <= 1 + 1e-6  # the step itself is an fp32 number
+    # E2M1's widest step is 2 (from 4 to 6). A scale that was rounded down clips its largest value by at most 1/16 of 6.
+    assert blocks.max() <= 1 + 1e-6  # the step itself is rounded to fp32
     assert torch.isfinite(restored).all() and (weight.block_scales.float() > 0).all()
 
 
@@ -121,8 +121,9 @@ def test_columns_that_are_no_multiple_of_16_are_refused():
 
 def test_a_divisor_of_other_weights_that_is_too_large_cuts_off_at_the_largest_scale():
     w = torch.tensor([[6.0] * 16 + [0.5] * 16]).bfloat16()
-    weight = quantize(w, torch.tensor(4 * 448.0))  # 448 would do; the first block asks for a scale of 1792
-    assert weight.block_scales.float().tolist() == [[448.0, 144.0]]  # 0.5 / 6 in BF16, 1792 times: 149.6
+    # 448 would fit; with this divisor the first block needs a scale of 1792
+    weight = quantize(w, torch.tensor(4 * 448.0))
+    assert weight.block_scales.float().tolist() == [[448.0, 144.0]]  # 0.5 / 6 in BF16, times 1792, is 149.6
     restored = dequantize(weight.codes, weight.block_scales).float() / weight.divisor
     assert restored[0, :16].tolist() == [1.5] * 16
 
@@ -138,7 +139,7 @@ def test_a_gpu_packs_the_same_bytes(pack_weight):
         assert torch.equal(there.codes.cpu(), here.codes)
         assert torch.equal(there.block_scales.cpu().view(torch.uint8), here.block_scales.view(torch.uint8))
         assert torch.equal(*restored)
-    else:  # the search sums in another order, so that two equally good scales may change places
+    else:  # the search sums in another order, so two equally good scales may swap
         errors = [(r.double() / here.divisor.double() - w.double()).norm() for r in restored]
         torch.testing.assert_close(errors[1], errors[0], rtol=1e-6, atol=0)
 
@@ -160,7 +161,7 @@ def test_searched_scales_lower_the_error_of_every_block(tails):
 
 
 def test_a_searched_scale_is_the_best_of_nine_neighbours():
-    """Each block alone, by the definitions above: three E4M3 numbers below amax / 6 and five above are looked at."""
+    """Search each block alone with the decoders above, over three E4M3 numbers below amax / 6 and five above it."""
     seen = set()
     values = torch.tensor([value_of_code(code) for code in range(16)], dtype=torch.float64)
     scales = torch.tensor([value_of_scale(byte) for byte in range(127)], dtype=torch.float64)
@@ -169,7 +170,7 @@ def test_a_searched_scale_is_the_best_of_nine_neighbours():
         plain, searched = quantize(w), quantize_mse(w)
         blocks, divisor = w.double().view(-1, 16, 1), plain.divisor.double()
         first, chosen = (x.block_scales.view(torch.uint8).flatten().long() for x in (plain, searched))
-        errors = torch.full((len(blocks), 9), torch.inf, dtype=torch.float64)  # three below ... five above
+        errors = torch.full((len(blocks), 9), torch.inf, dtype=torch.float64)  # from three below to five above
         for i, neighbour in enumerate(range(-3, 6)):
             there = (first + neighbour >= 1) & (first + neighbour <= 126)
             steps = scales[(first + neighbour)[there]].view(-1, 1, 1) / divisor
@@ -185,9 +186,9 @@ def test_a_searched_scale_is_the_best_of_nine_neighbours():
 
 
 def test_a_searched_scale_changes_only_for_a_smaller_error():
-    w = torch.zeros(1, 48).bfloat16()  # any scale would do for the first block
-    w[0, 16:32] = 2688.0  # whose scale is the largest
-    w[0, 32:] = torch.tensor([6.0, 0.5]).repeat(8) / 512  # the smallest one, exactly
+    w = torch.zeros(1, 48).bfloat16()  # the first block is zero, so any scale fits
+    w[0, 16:32] = 2688.0  # this block has the largest scale
+    w[0, 32:] = torch.tensor([6.0, 0.5]).repeat(8) / 512  # this block needs exactly the smallest scale
     plain, searched = quantize(w), quantize_mse(w)
     assert plain.block_scales.view(torch.uint8).tolist() == [[0x20, 0x7E, 0x01]]
     assert torch.equal(searched.block_scales.view(torch.uint8), plain.block_scales.view(torch.uint8))

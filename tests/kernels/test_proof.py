@@ -1,4 +1,4 @@
-"""What a variant must show before it is used on a machine; the product itself is played by plain torch."""
+"""Test what a kernel variant must prove before it is used on a machine; plain torch stands in for the product."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ VARIANTS = list(rule.rule().variants)[:3]
 
 
 def right(x, weight, configuration, bias=None, adapter=None, how=None):
-    """What the kernel computes, by the reference: fp32 sums, one rounding, s rounded as it is."""
+    """Compute what the kernel should by the reference: fp32 sums and one rounding, with s rounded as it is."""
     assert (adapter is None) == (how is None), "the small kernel makes s, and cuBLAS is not on trial"
     y = x.float() @ tiles.dequantize(weight.tiles, weight.N, weight.K, weight.operand).float().t()
     if adapter is not None:
@@ -60,13 +60,13 @@ def test_a_variant_that_computes_something_else_is_found(operand, kernel, said, 
 
 
 def dequantize(weight):
-    """What the kernel gives, by the reference."""
+    """Return the expanded weight that the kernel should give, by the reference."""
     w = tiles.dequantize(weight.tiles, weight.N, weight.K, weight.operand)
     return w * nvfp4.expanded_factor(weight.operand)
 
 
 def one_launch_wrong(x, a, how):
-    """Of the variants of the small kernel one divides its columns wrongly."""
+    """Let one variant of the small kernel divide its columns wrongly."""
     s = adapter.shrink(x, a, how)
     return s if how.variant != adapter.VARIANTS[-1] else s * 2
 
@@ -83,7 +83,7 @@ def test_the_kernels_beside_a_variant_are_proven_too(operand, monkeypatch):
 
 
 def test_a_model_that_is_loading_has_another_default_type():
-    """As vLLM's loader sets it: what is asked is the same."""
+    """Check that the problem is the same under the default dtype that vLLM's loader sets."""
     expected, before = proof.make(torch.device("cpu"), torch.bfloat16), torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -106,9 +106,9 @@ def test_a_forward_pass_that_asks_first_is_under_autocast(operand):
 def test_every_code_is_asked_under_every_scale():
     given = proof.make(torch.device("cpu"), torch.bfloat16)
     dense = tiles.dequantize(given.weight.tiles, proof.ROWS, proof.COLUMNS).float()
-    assert torch.equal(given.alone.float().roll(-3, 0), dense.t())  # all columns, by one token each
+    assert torch.equal(given.alone.float().roll(-3, 0), dense.t())  # each token selects one column
     blocks = dense.reshape(-1, 16).sort(dim=1).values.unique(dim=0)
-    assert len(blocks) == 127  # a block of all codes under each scale; that of -s is that of s
+    assert len(blocks) == 127  # one block of all codes for each scale; those under -s equal those under s
     assert (given.adapted.float() - given.alone.float()).abs().max() > 50
     linear_tiles._check_adapter(given.x, given.weight, given.adapter)
     assert given.adapter.spans.tolist() == [[0, 32]] * 3, "each block of 64 rows has all 32 columns of s"
@@ -118,7 +118,7 @@ def test_every_code_is_asked_under_every_scale():
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A GPU on which the second variant is wrong: what was examined, and the cache in ``tmp_path``."""
+    """Fake a GPU whose second variant is wrong, cache in ``tmp_path``, and return what was examined."""
     examined = []
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gemm, "load", lambda *_: None)
@@ -143,7 +143,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def forget():
-    """As another process starts."""
+    """Clear the in-process caches, as a new process would start."""
     for function in (proof.verdict, proof.verdict_beside, linear_tiles.machine, linear_tiles.prepare):
         function.cache_clear()
 
@@ -211,13 +211,16 @@ def test_a_layer_for_which_no_variant_is_left_is_refused_and_marlin_takes_it(mac
 
 
 def test_nothing_that_was_allocated_to_ask_stays_behind(machine, monkeypatch):
-    """It lies where vLLM's sleep mode takes memory away, if a model is loading."""
+    """Check that a proof's tensors and counters are freed.
+
+    While a model loads they lie in memory that vLLM's sleep mode frees.
+    """
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(linear_tiles, "_warn_untuned", lambda *_: None)
     made = []
     monkeypatch.setattr(counters, "_of_stream", functools.cache(lambda device, stream: made.append("counters")))
     monkeypatch.setattr(proof, "problem", functools.cache(lambda device, operand: made.append("problem")))
-    # as the launches of a proof do
+    # A proof's launches make counters.
     monkeypatch.setattr(proof, "examine", lambda configuration, given: counters._of_stream(0, 0))
     linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
     assert made == ["problem", "counters", "problem"]
@@ -246,7 +249,10 @@ def test_a_wrong_kernel_beside_the_product_leaves_none_and_its_verdict_can_be_as
 
 
 def test_one_variant_that_does_not_load_leaves_the_others_and_none_is_one_reason_for_every_layer(machine, monkeypatch):
-    """Marlin then stands in with one warning: layouts.py says a text once."""
+    """Check that one failing variant leaves the others, and that all failing gives one reason for every layer.
+
+    Marlin then stands in with one warning, since layouts.py warns once per text.
+    """
     gpu, loads, failing = torch.device("cuda", 0), [], {VARIANTS[0]}
 
     def load(configuration, *_):
@@ -263,7 +269,7 @@ def test_one_variant_that_does_not_load_leaves_the_others_and_none_is_one_reason
     failing.update(rule.rule().variants)
     reasons = set()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the caller says it
+        warnings.simplefilter("error")  # the caller warns, not this function
         for N, K in ((192, 512), (192, 1024), (320, 512)):
             with pytest.raises(
                 compiler.CompileError, match=r"none of \d+ kernels can be used .* CUDA error 209"
@@ -290,7 +296,7 @@ def test_a_kernel_beside_the_product_that_does_not_load_is_tried_once_and_not_ke
 
 
 def test_without_a_cache_each_kernel_is_compiled_once(monkeypatch, tmp_path):
-    """Loading and proving both want the machine code."""
+    """Check that loading and proving, which both need the machine code, share one compilation."""
     compiled = []
 
     class Kernel:

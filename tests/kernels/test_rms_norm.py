@@ -1,4 +1,4 @@
-"""RMSNorm as an operator: the values of the one definition, and its gradient."""
+"""Test RMSNorm as an operator: its values equal the reference definition, and its gradient is right."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def example(dtype):
 
 
 def twice_rounded(x, w, epsilon):
-    """As transformers writes it."""
+    """Compute RMSNorm as transformers does, with two roundings."""
     x32 = x.float()
     return w.to(x.dtype) * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
@@ -30,7 +30,7 @@ def test_the_values_are_those_of_the_definition_bit_for_bit(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_definition_is_within_one_rounding_of_fp64(dtype):
     x, w, _ = example(dtype)
-    for size in (1.0, 1e-3):  # the mean square of the smaller one is near epsilon
+    for size in (1.0, 1e-3):  # the smaller one has a mean square near epsilon
         x = (x.float() * size).to(dtype)
         exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
         y = naive.rms_norm(x, w, 1e-5)

@@ -1,4 +1,4 @@
-"""Rotary position embedding with one rounding, and its gradient."""
+"""Test rotary position embedding, which rounds once, and its gradient."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from qerl_kernels.rotate import rotate
 def example(dtype):
     generator = torch.Generator().manual_seed(5)
     x, dy = (torch.randn(2, 7, 3, 16, generator=generator).to(dtype) for _ in range(2))
-    angles = torch.rand(2, 7, 16, generator=generator) * 6  # halves that differ: models may do that
+    angles = torch.rand(2, 7, 16, generator=generator) * 6  # the two halves differ, as some models' do
     return x, angles.cos(), angles.sin(), dy
 
 
@@ -28,7 +28,7 @@ def test_it_is_the_definition_rounded_once(dtype, tolerance):
     y.backward(dy)
     assert y.dtype == x.grad.dtype == dtype
     if dtype == torch.bfloat16:
-        assert (y.detach() == expected.to(dtype)).float().mean() > 0.999  # fp32 may stand on the other side of a tie
+        assert (y.detach() == expected.to(dtype)).float().mean() > 0.999  # fp32 may round a tie the other way
     assert (y.detach().double() - expected).norm() < tolerance * expected.norm()
     assert (x.grad.double() - gradient).norm() < tolerance * gradient.norm()
 

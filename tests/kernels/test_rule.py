@@ -1,4 +1,6 @@
-"""Which variant is chosen, for every layer and number of tokens; the coefficients follow from the committed times."""
+"""Test which variant the rule chooses for each layer and number of tokens, and refit its coefficients from the
+committed times.
+"""
 
 import itertools
 import json
@@ -20,7 +22,7 @@ COLUMNS = st.sampled_from([0, 32, 64, 96])
 
 @pytest.fixture(scope="module")
 def bench():
-    """The modules beside the kernels that make the rule."""
+    """Import the bench modules that fit the rule, and forget them afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(KERNELS / "bench"))
         import fit
@@ -32,7 +34,7 @@ def bench():
 
 
 def valid(c: gemm.Configuration, K: int) -> None:
-    """What the kernel needs of a variant for a weight of K columns."""
+    """Assert that the kernel can run this variant for a weight of K columns."""
     assert 2 * -(-K // 128) % c.depth == 0
     assert c.depth % c.kgroups == 0 and c.warpgroups % c.kgroups == 0 and 4 * c.rows % c.group == 0
     in_turns = c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0
@@ -63,13 +65,13 @@ def test_edges_of_every_listed_layer(bench, M):
     for layer in bench["layers"].all_layers()[:: 6 if M != 257 else 1]:
         for columns in (0, 32):
             chosen = rule.choose(layer.N, layer.K, M, columns)
-            # never far above what bytes and operations alone take, nor below it
+            # The cost stays within a factor of what bytes and operations alone take.
             least = max(layer.N * layer.K * 0.5625 / 4.9e6, 2e-6 * M * layer.N * layer.K / 990)
             assert least < chosen.microseconds < 2.2 * least + 22, (layer, M, columns, chosen)
 
 
 def test_more_tokens_never_cost_much_less(bench):
-    """No hole between points: a product of more tokens could always be given to fewer."""
+    """Check that costs have no hole between points: the kernel of a larger product could always take a smaller one."""
     for layer in bench["layers"].all_layers()[::9]:
         costs = [rule.choose(layer.N, layer.K, M).microseconds for M in (*range(8, 513, 8), *range(544, 2049, 32))]
         assert all(later >= 0.82 * now for now, later in itertools.pairwise(costs)), layer
@@ -125,7 +127,7 @@ def test_the_rule_says_where_it_was_not_fitted(monkeypatch):
 
 
 def test_the_coefficients_follow_from_the_times(bench):
-    """A few variants, refitted: all take too long for a test."""
+    """Refit every ninth variant, since refitting all of them takes too long for a test."""
     fit = bench["fit"]
     times = fit.Times([json.loads(file.read_text()) for file in TIMES])
     assert times.machine == H200
@@ -150,7 +152,7 @@ def test_costs_are_near_the_times(bench):
 
 
 def test_costs_with_an_adapter_are_near_the_times(bench):
-    """Both where the small kernel has room beside the product and where the product waits for it."""
+    """Check the launches whose product waits for the small kernel, and those where both run side by side."""
     times, by = bench["fit"].Times([json.loads(file.read_text()) for file in TIMES]), rule.rule().shrink
     ratios = {True: [], False: []}
     for row in times.adapted:
@@ -169,7 +171,9 @@ def test_costs_with_an_adapter_are_near_the_times(bench):
 
 
 def test_a_choice_takes_about_as_long_as_the_quickest_that_was_timed(bench):
-    """By itself and with an adapter, of which each choice here is the rule's own: whatever was timed beside it."""
+    """Compare products alone, then products with an adapter. With an adapter the rule chooses both kernels itself,
+    whichever small kernel was timed.
+    """
     times = bench["fit"].Times([json.loads(file.read_text()) for file in TIMES])
     alone = sorted(
         min(row["ours"].values()) / rule.choose(row["N"], row["K"], row["M"], may_expand=False).microseconds
@@ -214,7 +218,9 @@ def test_the_weight_is_expanded_only_where_no_kernel_is_clearly_quicker(bench):
 
 
 def test_the_small_kernel_goes_through_its_tokens_and_columns_in_rounds():
-    """Counted out: 16 clusters of 8 blocks run at a time on 132 multiprocessors; a warp takes 32 columns at once."""
+    """Count the rounds by hand: 132 multiprocessors run 16 clusters of 8 blocks at a time, and a warp takes 32 columns
+    at once.
+    """
     for how, M, K, R in [
         (Shrink(VARIANTS[0], 1), 8, 3584, 32),
         (Shrink(VARIANTS[0], 3), 64, 4096, 32),
@@ -226,7 +232,7 @@ def test_the_small_kernel_goes_through_its_tokens_and_columns_in_rounds():
         parts, loops = -(-M // tokens), [0] * min(how.most, -(-M // tokens))
         for part in range(parts):
             loops[part % len(loops)] += 1
-        waiting, waves = len(loops) * R // (16 * groups), 0  # clusters
+        waiting, waves = len(loops) * R // (16 * groups), 0  # in clusters
         while waiting > 0:
             waiting, waves = waiting - 16, waves + 1
         chunks = [0] * (SPLITS * warps)
@@ -236,10 +242,11 @@ def test_the_small_kernel_goes_through_its_tokens_and_columns_in_rounds():
 
 
 def test_expanding_takes_rounds_of_tiles_of_128_rows_and_256_tokens():
-    """Ten multiprocessors; a row more or a token more is a tile more."""
+    """Count rounds on ten multiprocessors: one more row or one more token makes one more tile."""
     rounds = [cost.expand_features(N, 4000, M, 10)[3] / 4 for N, M in ((1280, 256), (1280, 257), (1281, 256), (1, 1))]
     assert rounds == [1, 2, 2, 1]
-    assert cost.expand_features(1000, 2000, 500, 10)[1:3] == pytest.approx((5.125, 2.0))  # 0.5625 + 2 bytes; 2 M N K
+    # 0.5625 bytes read and 2 written per weight; 2 M N K operations
+    assert cost.expand_features(1000, 2000, 500, 10)[1:3] == pytest.approx((5.125, 2.0))
 
 
 def test_weight_tiles_are_shared_by_as_many_token_tiles_as_the_kernel_runs_one_after_another():
@@ -248,8 +255,10 @@ def test_weight_tiles_are_shared_by_as_many_token_tiles_as_the_kernel_runs_one_a
 
 
 def within_ten_percent(by, points, work):
-    """How much slower, on the mean, what ``by`` prefers of the timed variants is, and how often by at most 10 %, in %,
-    up to 64, 256, 1024 and more tokens.
+    """Return how much slower, on average, the variant preferred by ``by`` is than the fastest timed one.
+
+    Also return in how many percent of the points it is at most 10 % slower. Both figures are given for up to 64, 256,
+    1024 and more tokens.
     """
     found = {}
     for row in points:
@@ -265,7 +274,7 @@ def within_ten_percent(by, points, work):
 
 
 def check_said(by, points, work):
-    """The page's figures of what is preferred -> how much slower it is."""
+    """Check that the README states the shares within 10 %, and return how much slower the preferred variants are."""
     slower, (a, b, c, d) = within_ten_percent(by, points, work)
     assert min(map(float, (a, b, c, d))) >= 85 and max(map(float, slower)) < 5
     assert f"{a}, {b}, {c} and {d} % are within 10 %" in " ".join((KERNELS / "README.md").read_text().split())

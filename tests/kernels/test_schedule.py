@@ -1,8 +1,8 @@
-"""Who computes what, and who waits for whom: the walk of the CUDA source itself, compiled for this machine.
+"""Test which block computes what and waits for whom, by compiling the CUDA scheduling source for this CPU.
 
-Of ``schedule.cuh`` and ``copy_body.cuh`` only the instructions that C++ has no words for are taken out; those by which
-blocks count each other's sums become what they do. So a test sees what each block of a launch copies, leaves and waits
-for, with the sizes that ``gemm.product`` gives to the driver.
+The tests take out of ``schedule.cuh`` and ``copy_body.cuh`` only the instructions that C++ lacks. Instructions by which
+blocks count each other's sums are replaced by their effects. So a test sees what each block copies, stores and waits
+for, with the sizes that ``gemm.product`` gives the driver.
 """
 
 import re
@@ -39,7 +39,8 @@ inline size_t __cvta_generic_to_shared(const void*) { return 0; }
 inline void __syncwarp() {}
 struct Stopped {};
 """
-# reads a problem, a grid and what the counters hold; the first two warps copy, the third leaves, the fourth waits
+# The program reads a problem, a grid and the counters' initial value. The first two warps copy, the third stores sums,
+# the fourth waits.
 MAIN = """
 u32 counters[1024];
 void copied_weights(u32, const void* from, u32 bytes, u32) {  // of tiles that begin at 0
@@ -94,7 +95,7 @@ EFFECTS = (  # instruction of the GPU -> what it does
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request, tmp_path_factory):
-    """(configuration, a program that walks problems of it)."""
+    """Return a configuration and a compiled program that walks its problems."""
     if CXX is None:
         pytest.skip("needs a C++ compiler")
     c, program = KINDS[request.param], tmp_path_factory.mktemp("walk") / "walk"
@@ -111,7 +112,7 @@ def kind(request, tmp_path_factory):
 
 
 def launched(recorded, configuration, N, K, M):
-    """What ``gemm.product`` gives to the driver for a product on 132 multiprocessors: (problem, blocks)."""
+    """Return the problem and the number of blocks that ``gemm.product`` gives the driver on 132 multiprocessors."""
     shape = -(-N // 64), 2 * -(-K // 128), 0
     weight = tiles.TiledWeight(torch.empty(shape), torch.empty(N), torch.empty(0), N, K)
     gemm.product(torch.empty(M, K, dtype=torch.bfloat16), weight, configuration)
@@ -119,7 +120,7 @@ def launched(recorded, configuration, N, K, M):
 
 
 def walk(program, cases, before=0):
-    """The lines that each of ``cases``, (problem, blocks), has: {word: [numbers]}."""
+    """Run ``cases``, pairs of problem and blocks, and return each one's printed lines as {word: [numbers]}."""
     given = b"".join(bytes(p) + blocks.to_bytes(4, "little") + before.to_bytes(4, "little") for p, blocks in cases)
     printed = subprocess.run([program], input=given, capture_output=True, check=True).stdout.decode()
     found = []
@@ -133,12 +134,15 @@ def walk(program, cases, before=0):
 
 @pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
 def test_a_block_is_given_the_shared_memory_that_the_source_lays_out(tmp_path):
-    """Less would be a write beyond its end. The source's own assertions hold for every variant, too."""
+    """Compare the shared memory sizes, since a smaller one would let the block write beyond its end.
+
+    Compiling also checks the source's own static assertions for every variant.
+    """
     lines = re.findall(r"^(?:constexpr int|static_assert).*;", read_source(FOLDER / "schedule.cuh"), re.MULTILINE)
     variants, text, program = [*rule.rule().variants, *KINDS.values()], "#include <cstdio>", tmp_path / "sizes"
     for i, c in enumerate(variants):
         macros = dict(gemm._job(c, torch.bfloat16)[1])
-        barriers = "constexpr int END = BARRIER_OFFSET + 16 * STAGES;"  # two of 8 bytes a stage
+        barriers = "constexpr int END = BARRIER_OFFSET + 16 * STAGES;"  # two barriers of 8 bytes per stage
         define = [f"#define {name} {value}" for name, value in macros.items()]
         text = "\n".join([text, *define, f"namespace v{i} {{", *lines, barriers, "}", *(f"#undef {n}" for n in macros)])
     prints = "".join(f'printf("%d ", v{i}::END);' for i in range(len(variants)))
@@ -155,7 +159,7 @@ def test_a_variant_has_as_many_stages_as_fit_and_fragments_that_take_turns():
     assert gemm.deepest(8, 4, 2, 1, 2, 4, 0, 1).stages == 12
     with pytest.raises(ValueError, match="more than 232448 bytes"):
         gemm.deepest(256, 4, 1, 2, 4, 4, 0)
-    with pytest.raises(ValueError, match="must be even; halve group"):  # one decoding a stage
+    with pytest.raises(ValueError, match="must be even; halve group"):  # a stage would hold a single decoding
         gemm.deepest(64, 4, 4, 1, 4, 4, 0)
     assert gemm.deepest(64, 4, 4, 1, 4, 4, 0, 1).synchronous == 1
 
@@ -175,7 +179,8 @@ def test_every_stage_is_computed_once_and_every_sum_that_is_waited_for_is_left(k
     for (p, blocks), found in zip(cases, walk(program, cases), strict=True):
         steps, of_tile, left_by = p.k_tiles // c.depth, defaultdict(list), defaultdict(int)
         for block, tile, first, last in found["segment"]:
-            assert 0 <= first < last <= steps or (c.cluster > 1 and 0 <= first == last)  # fewer stages than blocks
+            # with fewer stages than blocks a block may get none
+            assert 0 <= first < last <= steps or (c.cluster > 1 and 0 <= first == last)
             of_tile[tile].append((first, last, block))
         assert sorted(of_tile) == list(range(p.n_tiles * p.m_tiles))
         signals = defaultdict(list)
@@ -218,7 +223,10 @@ def test_every_stage_is_computed_once_and_every_sum_that_is_waited_for_is_left(k
 
 
 def test_counters_that_a_launch_did_not_leave_zero_stop_the_next_one_and_never_give_numbers(kind, recorded):
-    """What cannot be, but for two launches on the same counters: nothing hangs, and nothing goes on from wrong sums."""
+    """Check that stale counters stop a launch instead of hanging it or using wrong sums.
+
+    This can only happen if two launches share counters.
+    """
     c, program = kind
     case = launched(recorded, c, 3584, 3584, 70)
     (right,), (wrong,) = (walk(program, [case], before) for before in (0, 7))

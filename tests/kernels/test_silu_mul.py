@@ -1,4 +1,4 @@
-"""silu(gate) * up with one rounding, and its gradient."""
+"""Test silu(gate) * up, which rounds once, and its gradient."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The tiled layout: nothing is lost, every code and every block scale decodes exactly, bad input is refused."""
+"""Test that the tiled layout loses nothing, decodes every code and block scale exactly, and refuses bad input."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,11 @@ def random_weight(N: int, K: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def test_no_table_is_kept_where_a_model_is_being_loaded():
-    """vLLM loads with a GPU as torch's device, into memory that its sleep mode takes away; other devices stand in."""
+    """Check that tables cached during loading stay off the default device.
+
+    vLLM loads with the GPU as torch's default device, into memory that its sleep mode frees. The meta device stands in
+    for it here.
+    """
     tables = nvfp4._byte_values, tiles._stored_scales, marlin_layout._coordinates
     expected = [table() for table in tables]
     for table in tables:
@@ -35,7 +39,9 @@ def test_no_table_is_kept_where_a_model_is_being_loaded():
 
 @pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
 def test_every_code_and_block_scale_is_exact(operand):
-    """All 16 codes under each of the 254 scale bytes that are numbers: zero, subnormal and negative ones too."""
+    """Decode all 16 codes under each of the 254 scale bytes that are numbers, including zero, subnormal and negative
+    ones.
+    """
     codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).repeat(256, 1)
     scale_bytes = torch.arange(256, dtype=torch.uint8)
     scale_bytes[(scale_bytes & 0x7F) == 0x7F] = 1
@@ -48,7 +54,9 @@ def test_every_code_and_block_scale_is_exact(operand):
 
 @pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
 def test_the_kernels_decode_takes_the_steps_of_the_layout(operand):
-    """``decode.cuh``, read as text: its shifts, masks and constants are those of ``ORDERS``, which are proven above."""
+    """Read ``decode.cuh`` as text and compare its shifts, masks and constants with ``ORDERS``, which the test above
+    proves.
+    """
     text = Path(tiles.__file__).with_name("decode.cuh").read_text()
     order = tiles.ORDERS[operand]
     first, second = re.findall(r"#if HALF\n(.*?)#else\n(.*?)#endif", text, flags=re.DOTALL)

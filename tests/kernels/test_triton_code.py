@@ -1,6 +1,9 @@
-"""The machine code of the Triton kernels for an H100, as the trainer calls them: how many bytes a thread loads and
-stores at once, that no number asks a 64-bit division for its place, and that no place is counted in 32 bits. Compiled
-on a CPU, not run."""
+"""Compile the Triton kernels for an H100 on a CPU, with the trainer's arguments, and inspect their machine code without
+running it.
+
+The tests check how many bytes a thread loads and stores at once. They also check that no address needs a 64-bit
+division and that none is computed in 32 bits.
+"""
 
 import re
 
@@ -28,13 +31,13 @@ pytestmark = [
 
 
 class Hopper:
-    """What Triton asks a driver before it compiles."""
+    """Answer what Triton asks a driver before it compiles."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self):
-        return "an H100 that is not there"  # the key of what is compiled: none of it is for a GPU that is
+        return "an H100 that is not there"  # Triton's cache key: nothing compiled here may be taken for a real GPU's.
 
     def get_current_stream(self, device):
         return 0
@@ -42,7 +45,9 @@ class Hopper:
 
 @pytest.fixture
 def code(monkeypatch):
-    """A function: the PTX (or another ``stage``) of what a call launches, by the kernel's name; nothing is launched."""
+    """Return a function that maps each kernel a call would launch to its PTX (or another ``stage``), without launching
+    it.
+    """
     compiled = {}
     run = JITFunction.run
 
@@ -63,7 +68,7 @@ def code(monkeypatch):
 
 
 def bytes_at_once(ptx: str) -> tuple[set[int], set[int]]:
-    """Of the loads and of the stores in global memory."""
+    """Return the sizes in bytes of the loads and of the stores in global memory."""
     found = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
     assert len(found) == len(re.findall(r"\b(?:ld|st)\.global", ptx))
     sizes = {way: {int(n or 1) * int(bits) // 8 for which, n, bits in found if which == way} for way in ("ld", "st")}
@@ -123,11 +128,11 @@ def quantize(K: int) -> None:
 
 
 BOTH = {"_forward_kernel": ({16}, {16}), "_backward_kernel": ({16}, {16})}
-SCALED = {f"_scaled{name}": ({4, 16}, {16}) for name in BOTH}  # a row's two scales are single numbers
-NORM = {"_forward_kernel": ({16}, {4, 16}), "_backward_kernel": ({4, 16}, {16})}  # 1 / rms: one of a row
+SCALED = {f"_scaled{name}": ({4, 16}, {16}) for name in BOTH}  # a row's two scales are scalar loads
+NORM = {"_forward_kernel": ({16}, {4, 16}), "_backward_kernel": ({4, 16}, {16})}  # 1 / rms is one scalar per row
 LOGPROB = {"_statistics_kernel": ({4, 8, 16}, {4}), "_logit_gradients_kernel": ({4, 8, 16}, {16})}
 CASES = [
-    # 8 bytes of codes and one of scales become 32
+    # 8 bytes of codes and one byte of scale become 32 bytes.
     (dequantize, (3584, 0), {"_dequantize_kernel": ({4, 8}, {16})}),
     (dequantize, (3584, 64), {"_dequantize_kernel": ({1, 8}, {16})}),
     (dequantize, (576, 64), {"_dequantize_kernel": ({1, 8}, {16})}),
@@ -136,10 +141,10 @@ CASES = [
     (scaled_silu_mul, (768,), SCALED),
     (fused, (18944,), {"_silu_mul_kernel": ({16}, {16})}),
     (fused, (1536,), {"_silu_mul_kernel": ({16}, {16})}),
-    (fill, (3584, 96, True), {"_fill_kernel": ({2, 16}, {16})}),  # the bias: one of a row
+    (fill, (3584, 96, True), {"_fill_kernel": ({2, 16}, {16})}),  # the bias is one scalar per row
     (fill, (576, 32, False), {"_fill_kernel": ({16}, {16})}),
     (rotate, (28, 128), {"_kernel": ({16}, {16})}),
-    (rotate, (4, 128), {"_kernel": ({8, 16}, {16})}),  # 8 of the angles
+    (rotate, (4, 128), {"_kernel": ({8, 16}, {16})}),  # the angles are loaded 8 bytes at once
     (rotate, (9, 64), {"_kernel": ({16}, {16})}),
     (rms_norm, (3584,), NORM),
     (rms_norm, (576,), NORM),
@@ -156,8 +161,11 @@ def test_a_thread_loads_and_stores_16_bytes_at_once(code, call, sizes, expected)
 
 
 def counted_in_32_bits(ttir: str) -> list[str]:
-    """Where the number of a program, or of its row, is multiplied or added to a pointer before it has 64 bits. (What is
-    left of a division by the programs of a row stays below the row's length.)"""
+    """Return the lines that multiply the program's or row's number, or add it to a pointer, before it is widened to 64
+    bits.
+
+    The remainder of a division by the programs per row is ignored, since it stays below the row's length.
+    """
     names = set(re.findall(r"(%\S+) = tt\.get_program_id", ttir))
     assert names
     found = []
@@ -174,7 +182,7 @@ def counted_in_32_bits(ttir: str) -> list[str]:
     ("call", "sizes"), [(call, sizes) for call, sizes, _ in CASES if call not in (rms_norm, logprob)]
 )
 def test_a_tensor_may_have_more_numbers_than_32_bits_count(code, call, sizes):
-    """As an embedding of 262144 words by 8192, or 16384 tokens of 152064."""
+    """Use sizes such as an embedding of 262144 words by 8192, or logits of 16384 tokens by 152064."""
     assert [line for text in code(call, *sizes, stage="ttir").values() for line in counted_in_32_bits(text)] == []
 
 

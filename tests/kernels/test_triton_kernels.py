@@ -1,4 +1,6 @@
-"""The Triton kernels on a CPU, by Triton's interpreter: the checks of interpreted.py, in a process of their own."""
+"""Run the checks of interpreted.py, which run the Triton kernels in Triton's interpreter on a CPU, in a separate
+process.
+"""
 
 import os
 import re
@@ -24,7 +26,10 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    """What each check has printed; importing torch and Triton takes longer than any of them."""
+    """Run all checks in one process and return what each printed.
+
+    Importing torch and Triton takes longer than any check.
+    """
     command = [sys.executable, str(Path(__file__).with_name("interpreted.py")), *CHECKS]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
