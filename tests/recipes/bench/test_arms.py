@@ -1,4 +1,6 @@
-"""Arms of made-up work, which need no engine: they answer in turn, say why they fail, and end with whoever asks."""
+"""Test arms with stand-in work, which need no engine: they answer in turn, report failures, and end with their
+caller.
+"""
 
 import json
 import multiprocessing
@@ -118,16 +120,19 @@ def test_an_arm_that_is_asked_once_answers_or_says_what_it_had(log: Path) -> Non
 
 
 def start_two_arms() -> None:
-    """Run one arm that waits for orders and one that is starting, and end them on SIGTERM, as a benchmark does."""
-    processes.PATIENCE = 1  # seconds, for what does not end when it is asked to
+    """Run one arm that waits for orders and one that is starting, and end both on SIGTERM, as a benchmark does."""
+    processes.PATIENCE = 1  # seconds to wait for a process that ignores the request to end
     with ended_cleanly():
         turns("a", "starting", repeats=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_arms_end_with_the_process_that_started_them(log: Path, number: signal.Signals) -> None:
-    """One waits for orders, without a processor, and one's engine is starting; SIGTERM leaves time for its worker."""
-    parent = FORK.Process(target=start_two_arms)  # a new process would import trl and peft first
+    """Kill the parent of an arm that waits, without using the CPU, and of one whose engine is starting.
+
+    SIGTERM also leaves time to end the engine's worker.
+    """
+    parent = FORK.Process(target=start_two_arms)  # a new process would first import trl and peft
     parent.start()
     try:
         assert until(lambda: len(lines(log)) == 2)

@@ -1,4 +1,4 @@
-"""Traces of decode steps are read right, and the engine makes the steps that were asked for."""
+"""Test that traces of decode steps are read correctly, and that the engine makes the steps asked for."""
 
 import gzip
 import json
@@ -14,19 +14,19 @@ from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.recipe.shapes import config_json
 
 STEPS = FILLING + 2 + LAST
-# of one step of 100 us, from the start of its graph: (name, start, end, whether it belongs to the graph)
+# One step takes 100 us from the start of its graph. Each row is (name, start, end, whether it belongs to the graph).
 STEP = (
     ("triton_red_fused_add", 0, 10, True),
     ("adapter_shrink", 12, 20, True),
-    ("nvfp4_gemm", 15, 40, True),  # starts before the one ahead has ended
-    ("reshape_and_cache_flash_kernel", 21, 30, True),  # ends before the one ahead
+    ("nvfp4_gemm", 15, 40, True),  # starts before the previous one has ended
+    ("reshape_and_cache_flash_kernel", 21, 30, True),  # ends before the previous one
     ("nvjet_tst_64x8", 50, 70, False),
     ("_gumbel_sample_kernel", 75, 80, False),
 )
 
 
 def trace(steps: int = STEPS, last_step: tuple[Any, ...] = STEP) -> list[dict[str, Any]]:
-    """Events in Chrome's format, in no order, a launch for each graph and for each kernel outside of one."""
+    """Return events in Chrome's format, unordered, with a launch for each graph and for each kernel outside of one."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
     for step in range(steps):
         for place, (name, start, end, in_graph) in enumerate(last_step if step == steps - 1 else STEP):
@@ -47,7 +47,8 @@ def test_added_and_idle_time_make_the_step() -> None:
     assert found["profiled_step_us"] == pytest.approx(100)
     assert found["busy_us"] == pytest.approx(10 + 28 + 20 + 5)
     assert found["idle_in_graph_us"] == pytest.approx(2)
-    assert found["idle_between_us"] == pytest.approx(10 + 5 + 20)  # before the product, the sampler, the next graph
+    # gaps before the product, the sampler and the next graph
+    assert found["idle_between_us"] == pytest.approx(10 + 5 + 20)
     rows = {row["name"]: row for row in found["kernels"]}
     assert {name: row["in_graph"] for name, row in rows.items()} == {name: inside for name, _, _, inside in STEP}
     assert all(row["calls"] == 1 for row in rows.values())
@@ -74,7 +75,7 @@ def test_the_cpus_work_is_without_its_waits() -> None:
     last = max(event["ts"] for event in events if event.get("name") == "cudaGraphLaunch")
     for event in events:
         if event.get("name") == "cudaGraphLaunch" and event["ts"] < last:
-            event["ts"] -= 10  # the last of the steps that count is 10 longer, and what comes before is not looked at
+            event["ts"] -= 10  # only the last counted step becomes 10 us longer; earlier steps are ignored
     assert cpu_work(events, 1) == pytest.approx([75, 85])
     assert cpu_work(trace(2 * STEPS), 2) == pytest.approx([150] * (STEPS - FILLING - LAST))
 
@@ -87,7 +88,8 @@ def test_steps_that_look_alike_are_refused() -> None:
         event["args"] = {"correlation": number}
     with pytest.raises(RuntimeError, match="launched 0 CUDA graphs"):
         mean_step(kernels_of(eager), STEPS)
-    assert mean_step(kernels_of(trace(2 * STEPS)), STEPS)["profiled_step_us"] == pytest.approx(200)  # two graphs each
+    # each step has two graphs
+    assert mean_step(kernels_of(trace(2 * STEPS)), STEPS)["profiled_step_us"] == pytest.approx(200)
 
 
 def test_families_are_summed_within_and_outside_of_the_graph() -> None:
@@ -112,7 +114,7 @@ def test_prompts_are_computed_before_anything_is_timed() -> None:
 def test_an_engine_steps_halfway_through_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None
 ) -> None:
-    """On a CPU, so that the trace is one that was made up; the steps are the engine's own."""
+    """Profile an engine on a CPU with a stand-in trace; the steps are the engine's own."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     output, stepped = decode_profile.LEAST_OUTPUT, []
 
@@ -133,7 +135,7 @@ def test_an_engine_steps_halfway_through_its_completions(
         assert not llm.llm_engine.has_unfinished_requests()
         stepped.clear()
         decode_profile.profile(llm, [[5] * 8], sampling, None, tmp_path / "t.json.gz", is_stock=True)
-        assert stepped == [[]] * (FILLING + decode_profile.STEPS + LAST)  # what vLLM's own step returns
+        assert stepped == [[]] * (FILLING + decode_profile.STEPS + LAST)  # vLLM's own step returns this
         (answer,) = llm.generate({"prompt_token_ids": [7] * 8}, rollout_arm.sampling(3), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 3
     finally:

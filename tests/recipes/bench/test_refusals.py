@@ -1,4 +1,4 @@
-"""What ``qerl bench`` refuses by name before any process starts, and which scripts ``bench kernels`` runs."""
+"""Test what ``qerl bench`` refuses by name before any process starts, and which scripts ``bench kernels`` runs."""
 
 import importlib
 import json
@@ -107,7 +107,7 @@ def test_kernel_scripts_follow_from_the_options(monkeypatch: pytest.MonkeyPatch,
         ["tune.py", "--out", "/times/h100.json", "--seed", "4"],
         ["fit.py", "/times/h100.json"],
         ["tune.py", "--out", "/times/h100_guided.json", "--seed", "5", "--guided"],
-        ["fit.py", "/times/h100.json", "/times/h100_guided.json"],  # all that was timed before
+        ["fit.py", "/times/h100.json", "/times/h100_guided.json"],  # everything timed so far
     ]
     drawn = kernel_scripts(Path("/r.json"), None, None, tune=False, random=60, seed=7)
     assert drawn == [["random_points.py", "--out", "/r.json", "--random", "60", "--seed", "7"]]
@@ -121,7 +121,7 @@ def test_kernel_scripts_follow_from_the_options(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.fixture
 def random_points(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the script as a module; forget afterwards what it imports from beside itself."""
+    """Import the script as a module; afterwards forget the modules that it imports from its own folder."""
     monkeypatch.syspath_prepend(str(commands.KERNELS))
     yield importlib.import_module("random_points")
     for file in commands.KERNELS.glob("*.py"):
@@ -136,7 +136,7 @@ def test_a_point_where_our_kernel_is_wrong_is_an_error(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A stand-in makes the points, all else is the script."""
+    """Replace the measurement of a point and run the rest of the script."""
     asked: list[list[str]] = []
 
     def point(layer: Any, M: int, names: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A result says what it was measured on, and its command can be run again as it stands."""
+"""Test that a result says what it was measured on, and that its command can be run again unchanged."""
 
 import shlex
 import sys

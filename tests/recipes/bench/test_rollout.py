@@ -1,4 +1,4 @@
-"""``qerl bench rollout`` and ``swap`` on a CPU, where their figures mean nothing and their wiring can be seen."""
+"""Test ``qerl bench rollout`` and ``swap`` on a CPU, where their figures mean nothing but their wiring shows."""
 
 import json
 import os
@@ -23,7 +23,9 @@ H200 = Gpu(143771 * 2**20, True, "NVIDIA H200")
 
 
 class ArmHere:
-    """An ``Arm`` whose engine is in this process; as in one of its own, all that it is told and answers is JSON."""
+    """Stand in for ``Arm`` with an engine in this process; as in a separate one, every order and answer passes through
+    JSON.
+    """
 
     def __init__(self, module: str, request: dict[str, Any]) -> None:
         assert module == rollout_arm.__name__
@@ -44,7 +46,7 @@ class ArmHere:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None) -> Iterator[None]:
-    """Measure here and not in a process for each engine, which would import all of vLLM once more."""
+    """Measure in this process, because a process for each engine would import all of vLLM again."""
     engines: list[Any] = []
     start = random_model.start
 
@@ -71,14 +73,14 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: Non
 def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
     where: str, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the command, so that the way from its options to the engine's completions is the users'."""
+    """Run the command, so that the test takes the users' way from its options to the engine's completions."""
     if where == "in_this_process":
         request.getfixturevalue(where)
     file = tmp_path / "rollout.json"
     line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
     names, engine = ["bf16_merged", "qerl_nvfp4"], {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
     options = ["--arms", ",".join(names), "--output", str(file), "--engine", json.dumps(engine), "--interleave"]
-    cli.app([*line.split(), *options], standalone_mode=False)  # vLLM wants a standard output that is a file
+    cli.app([*line.split(), *options], standalone_mode=False)  # vLLM needs a standard output that is a file
     printed = capfd.readouterr().out
     result = json.loads(file.read_text())
     assert result["engine"] == engine and result["interleaved"] is True and list(result["arms"]) == names
@@ -131,7 +133,7 @@ def test_an_engine_gets_its_options_beside_the_benchmarks_own(monkeypatch: pytes
     assert options["async_scheduling"] is False and options["kv_cache_memory_bytes"] == 7
     assert options["scheduler_cls"] == scheduler.NAME and (options["length"], options["sequences"]) == (28, 64)
     assert options["compilation_config"] == engine["compilation_config"] | {"cudagraph_capture_sizes": [1, 2]}
-    assert options_of(engine={"scheduler_cls": None})["scheduler_cls"] is None  # vLLM's own
+    assert options_of(engine={"scheduler_cls": None})["scheduler_cls"] is None  # vLLM's own scheduler
     assert "scheduler_cls" not in options_of(arm="bf16_merged")
 
 
@@ -166,7 +168,7 @@ def test_stock_arms_are_asked_in_vllms_way(arm: str, way: str, monkeypatch: pyte
 
 def test_weights_that_two_layers_share_are_counted_once() -> None:
     model = torch.nn.Module()
-    model.embedding = torch.nn.Parameter(torch.empty(2**28), requires_grad=False)  # 1 GiB that nobody touches
+    model.embedding = torch.nn.Parameter(torch.empty(2**28), requires_grad=False)  # 1 GiB that is never touched
     model.head = torch.nn.Parameter(model.embedding.data, requires_grad=False)
     model.register_buffer("more", torch.empty(2**27))
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
@@ -223,7 +225,9 @@ def test_turns_rest_where_spinning_workers_would_take_a_processor(monkeypatch: p
 def groups_of(
     monkeypatch: pytest.MonkeyPatch, rests: float | None = 0.0, **options: Any
 ) -> list[dict[str, dict[str, Any]]]:
-    """Return the requests of each group of arms that are there at the same time; they rest for ``rests`` seconds."""
+    """Return the requests of each group of arms that exist at the same time, and check that they rest for ``rests``
+    seconds.
+    """
     groups: list[dict[str, dict[str, Any]]] = []
 
     def take(module: str, requests: Any, cases: Any, repeats: int, note: Any, rest_seconds: float) -> None:
@@ -287,7 +291,7 @@ def test_engines_that_do_not_fit_together_are_refused(h200: None) -> None:
         memory_of("32B", ["bf16_merged", "bf16", "qerl_nvfp4"], work)
     message = str(error.value)
     assert "149.8 GB of its 150.8 GB are free" in message and "or leave --interleave out" in message
-    # 65.5 GB of weights, 32B's by hand, and 1.1 x 256 x (256 + 16) tokens of 256 KiB
+    # The weights of 32B take 65.5 GB, by hand. The cache is 1.1 x 256 x (256 + 16) tokens of 256 KiB.
     assert "bf16_merged" in message and "(cache 20.1 GB, weights 65.5 GB, at work" in message
     with pytest.raises(ValueError, match="9 engines at once"):
         memory_of("7B", ARMS, [Case(256, 256, 512)])
@@ -367,7 +371,8 @@ def test_a_swap_is_measured_with_its_parts(in_this_process: None) -> None:
         parts = found[what]["parts"]
         assert set(parts) == {"empty", "way", "stage", "agree", "commit", "device"} | inside
         assert all(seconds >= 0 for seconds in parts.values())
-        assert 0.5 * found[what]["least"] < sum(parts.values()) < 1.5 * found[what]["most"]  # in seconds, too
+        # the parts are in seconds, too
+        assert 0.5 * found[what]["least"] < sum(parts.values()) < 1.5 * found[what]["most"]
     values = sum(tensor.numel() for tensor in random_model.adapter(config_json("tiny"), 16)[0].values())
     assert found["blocks"] > 0 and found["tensors"] == "cpu" and found["bytes"] == 4 * values
 

@@ -1,4 +1,6 @@
-"""The soak: its judge and its load on answers made up here, and all of it on a real server, sound and broken."""
+"""Test the soak: its judge and its load on answers made up here, and all of it on a sound and on a broken real
+server.
+"""
 
 import asyncio
 import contextlib
@@ -53,12 +55,12 @@ def answer(policy, *places):
         ("1", (0, 1, 0), False),
         ("2", (1, 1, 1), True),
         ("2", (2, 2), True),
-        ("2", (1, 2), False),  # the noise changed and nothing says so
+        ("2", (1, 2), False),  # the noise changed but the answer names one version
         ("2-2", (1, 2), True),
         ("2-2", (2, 1), False),
         ("1-3", (0, 0, 1, 2, 3), True),
         ("1-3", (0, 3), True),
-        ("1-3", (0, 1, 0, 3), False),  # an earlier policy's keys and values were read again
+        ("1-3", (0, 1, 0, 3), False),  # earlier keys and values were read again
         ("1-2", (0, 3), False),
         ("4", (3,), False),
         ("1-4", (0, 3), False),
@@ -100,7 +102,7 @@ def test_answers_of_many_policies_are_left_out_and_controls_told_apart():
     assert (verdict.left_out, verdict.one, verdict.several) == (1, 1, 0)
     verdict = judge([answer("2", 1, 1)] * 20, CHANGES, [replay], 1e-3)
     assert (verdict.controls, verdict.told_apart, verdict.one) == (2, 2, 20)
-    # a replay that takes no notice of the policy tells nothing apart
+    # A replay that ignores the policy cannot tell policies apart.
     verdict = judge([answer("2", 0, 0)], CHANGES, [lambda change, answers: replay(CHANGES[0], answers)], 1e-3)
     assert (verdict.controls, verdict.told_apart) == (1, 0)
 
@@ -136,7 +138,7 @@ def test_an_engine_that_dies_ends_the_judging_of_the_others():
 
     with pytest.raises(RuntimeError, match="has died"):
         judge([Answer([5], [1], [0.0], str(i), "length", 1) for i in range(80)], many, [works, dies], 1e-3)
-    assert len(judged) < 40  # its half of the policies, which take 4 s
+    assert len(judged) < 40  # the engine that works has half of the policies, which take 4 s
 
 
 def test_an_adapter_is_drawn_again_by_its_number():
@@ -148,9 +150,9 @@ def test_an_adapter_is_drawn_again_by_its_number():
 
 @pytest.mark.parametrize(("free", "count"), [(139, 4), (59.9, 3), (29.9, 1), (8, 1)])
 def test_as_many_reference_engines_run_as_fit(free, count, monkeypatch, tmp_path):
-    """Of a model of 5 GiB, each with a cache of 4 and 6 at work."""
+    """Count the engines for a model of 5 GiB, when each has a cache of 4 GiB and needs 6 GiB at work."""
     with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(5 << 30)  # with no block of the disk
+        file.truncate(5 << 30)  # a sparse file takes no disk space
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 140 << 30))
     for gpu, expected, dtype in ((None, 1, "float32"), ("a GPU", count, "bfloat16")):
         monkeypatch.setattr(soak_replay, "installed_gpu", lambda gpu=gpu: gpu)
@@ -162,23 +164,24 @@ def test_log_probabilities_are_counted_from_the_end(cached):
     prompt, tokens = [5, 6, 7], [8, 9]
     known = [{token: SimpleNamespace(logprob=-float(token))} for token in (*prompt, *tokens)]
     assert soak_replay.of_tokens(tokens, [None, *known[1:]][cached:]) == [-8.0, -9.0]
-    with pytest.raises(KeyError):  # an answer's own token is missing: never a figure of another token
+    with pytest.raises(KeyError):  # the answer's own token is missing, and another token's figure must not be taken
         soak_replay.of_tokens(tokens, known[4:])
 
 
 def test_a_cached_beginning_is_replayed_afresh_under_each_policy(classes_looked_at_here, tmp_path):
-    block = 128  # vLLM's on a CPU
-    prompt, other = list(range(1, block + 1)), list(range(2, block))  # the second shares a block with its own answers
+    block = 128  # vLLM's block size on a CPU
+    # the second prompt shares a block with its own answers
+    prompt, other = list(range(1, block + 1)), list(range(2, block))
     same = [7] * (block - len(other) + 3)
     pairs = [(prompt, [5, 6, 7]), (prompt, [9, 9]), (other, [*same, 1]), (other, [*same, 2])]
     answers = [Answer(ids, tokens, [0.0] * len(tokens), "1", "length", len(tokens)) for ids, tokens in pairs]
     replay = soak_replay.reference(soak.write_model("tiny", 0, tmp_path / "model"), 0)
     together = replay(CHANGES[0], answers)
-    alone = [replay(CHANGES[0], [one])[0] for one in answers]  # each time with an empty cache
+    alone = [replay(CHANGES[0], [one])[0] for one in answers]  # the cache is empty each time
     assert [len(values) for values in together] == [len(one.tokens) for one in answers]
     for found, expected in zip(together, alone, strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
-    # an adapter, its noise, the next adapter under the same noise, and the base again: each is another policy
+    # The adapter, its noise, the next adapter with the same noise, and the base are four different policies.
     under = [torch.tensor(replay(change, answers[:1])[0]) for change in (*CHANGES[1:], CHANGES[0])]
     apart = [float((one - other).abs().max()) for one, other in itertools.combinations(under, 2)]
     assert min(apart) > soak.TOLERANCE["float32"]
@@ -198,7 +201,7 @@ def heard(tokens, length, reason="length", *, logprobs=None, asked=0.0, ended=1.
         (heard(3, 3, "stop"), True),
         (heard(3, 3, logprobs=2), True),
         (heard(1, 3, "abort"), False),
-        (heard(0, 3, SILENT, asked=3, ended=4), False),  # while requests were aborted
+        (heard(0, 3, SILENT, asked=3, ended=4), False),  # requests were aborted meanwhile
         (heard(0, 3, SILENT, asked=9, ended=11), False),
         (heard(0, 3, SILENT, asked=1, ended=2), True),
         (heard(0, 3, SILENT, asked=6, ended=7), True),
@@ -333,7 +336,7 @@ def test_prompts_reach_over_a_block_of_any_cache_and_fill_none():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return the time, in a list; only sleeping moves it."""
+    """Return the current time in a list; only sleeping advances it."""
     now = [100.0]
     sleep = lambda seconds: now.append(now.pop() + seconds)  # noqa: E731
     monkeypatch.setattr(soak_load, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
@@ -342,7 +345,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def clients(clock):
-    """Return clients of a server, whose swaps take a quarter of a second and noise a half, and what it was told."""
+    """Return clients of a server whose swaps take 0.25 s and noise 0.5 s, and the calls that it received."""
     calls = []
 
     class Client:
@@ -473,7 +476,7 @@ def test_a_judgement_cut_short_says_what_is_left(monkeypatch):
         ["9 answers have not been judged"],
         ["2 wrong answers, such as: far off", "3 answers have not been judged", apart],
     ]
-    assert len(failed(Verdict())) == 2  # nothing to judge proves nothing
+    assert len(failed(Verdict())) == 2  # with nothing to judge, nothing is proven
 
 
 def test_requests_that_end_a_moment_later_do_not_run_on(monkeypatch):
@@ -566,7 +569,7 @@ def test_a_soak_writes_what_is_known_before_it_judges(model, monkeypatch, tmp_pa
     assert written[-1] == (result, tmp_path / "x")
 
 
-# a server that forgets to empty its caches when the policy changes
+# This server forgets to empty its caches when the policy changes.
 WITHOUT_RESET = """
 from qerl_recipes.machine.environment import prepare
 
@@ -596,7 +599,7 @@ def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_p
     with serving(folder, options, soak.RANK, Path(tmp_path, "log"), line=line) as (server, token):
         observed, rates, memory = soak.measure(server, token, folder, 16, 12, 0)
     assert len(observed.changes) > 5 and observed.cancelled > 0
-    assert rates["with swaps"] > 0  # in the 2 s before them a busy machine may end no answer
+    assert rates["with swaps"] > 0  # on a busy machine no answer may end in the 2 s before the swaps
     reference = soak_replay.reference(folder, 0)
     verdict = judge(observed.answers, observed.changes, [reference], soak.TOLERANCE["float32"])
     result = soak.summary(observed, rates, memory, verdict)
@@ -615,7 +618,7 @@ def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_p
 @pytest.mark.slow
 @pytest.mark.integration
 def test_several_engines_replay_as_one_does(monkeypatch, tmp_path):
-    """As on a GPU, where several fit; one that dies is reported."""
+    """Compare two engines with one, as on a GPU where several fit, and check that one that dies is reported."""
     folder = soak.write_model("tiny", 0, tmp_path / "model")
     answers = [Answer([5, 6, 7, i], [9, i], [0.0, 0.0], "1", "length", 2) for i in range(8, 16)]
     one = soak_replay.reference(folder, 0)

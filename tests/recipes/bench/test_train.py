@@ -1,4 +1,4 @@
-"""``qerl bench train``: a whole run on a CPU, what is planned for a GPU, and the figures."""
+"""Test ``qerl bench train``: a whole run on a CPU, the memory planned for a GPU, and the figures."""
 
 import json
 import os
@@ -34,7 +34,7 @@ H200 = Gpu(150_000_000_000, is_hopper=True)
     ids=["one", "two", "a mixture"],
 )
 def test_arms_make_whole_steps_on_a_cpu(shape: str, names: str, tmp_path: Path) -> None:
-    """Through the command, so that the way from its options to the engine's completions is the users'."""
+    """Run the command, so that the test takes the users' way from its options to the engine's completions."""
     file = tmp_path / "tiny.json"
     options = f"--shape {shape} --arms {names} --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
     line = f"bench train {options} --rank 4 --pack_tokens 48 --profile --output {file}"
@@ -95,7 +95,7 @@ def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
     work = replace(TINY, groups=6, generations=8, completion=16, overrides=overrides)
     recipe = work.recipe("bf16", cuda=True)
     assert recipe["learning_rate"] == "1e-3" and recipe["pack_tokens"] == "300"
-    # a group has 8 + 8 * 16 tokens: two of them make a micro-batch, and three micro-batches a step
+    # A group has 8 + 8 * 16 tokens. Two groups make a micro-batch, and three micro-batches make a step.
     assert (recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]) == (16, 3)
     smaller = replace(work, overrides=parse_overrides(["--per_device_train_batch_size", "4"]))
     assert smaller.recipe("bf16", cuda=True)["gradient_accumulation_steps"] == 12
@@ -124,13 +124,14 @@ def test_the_engine_gets_room_for_every_sequence(arm: str) -> None:
     settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
     plan = memory_plan.make(*settings, gpu=H200, config=config_json("7B"))
     cache = next(part.rollout for part in plan.parts if part.name == "KV cache")
-    sequences = 64 * 1280 * 2 * 28 * 4 * 128 * 2  # 28 layers, 4 heads of 128 for keys and for values, 2 bytes
+    # 28 layers, 4 heads of 128 for keys and values each, 2 bytes per number
+    sequences = 64 * 1280 * 2 * 28 * 4 * 128 * 2
     assert sequences < cache < sequences + 4_000_000_000
     assert planned["planned_bytes"] == plan.peak and plan.fits
 
 
 def test_both_checkpoints_hold_the_same_weights(tmp_path: Path) -> None:
-    """Up to rounding to 4 bits, and the packed one is what quantizing the other while it loads gives."""
+    """Compare the packed weights with those that quantizing the BF16 checkpoint while loading gives."""
     config = TINY.config()
     for packed in (False, True):
         random_model.write(tmp_path / str(packed), config, packed=packed, seed=3, device="cpu")
@@ -150,7 +151,7 @@ def test_both_checkpoints_hold_the_same_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", [512, 152064])
 def test_every_character_of_a_prompt_is_one_token(vocabulary: int, tmp_path: Path) -> None:
-    """As transformers loads a Qwen2 checkpoint's tokenizer, whatever class it was saved as."""
+    """Load the tokenizer as transformers does for a Qwen2 checkpoint, whatever class it was saved as."""
     from transformers import AutoTokenizer
 
     made = random_model.tokenizer(vocabulary)
@@ -200,14 +201,14 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         engine.sync_weights()
         takes(10)
         engine._sleep()
-        takes(5)  # rewards and advantages
+        takes(5)  # time for rewards and advantages
         trainer.rollout_seconds = 3 + 2 + 10 + 4 + 5
         with torch.no_grad():
             model(torch.ones(1))
-        takes(1)  # that was no forward of the training
+        takes(1)  # this was no forward pass of the training
         model(torch.ones(1))
         takes(6)
-        model(torch.ones(1))  # of the next micro-batch
+        model(torch.ones(1))  # belongs to the next micro-batch
         takes(7)
         steps.on_optimizer_step(*args)
         takes(0.5)
@@ -241,7 +242,7 @@ def step(seconds: float, number: int = 0, process: int = 0) -> dict[str, Any]:
 
 
 def made_up(steps: list[dict[str, Any]], pieces: list[float]) -> dict[str, Any]:
-    """The summary of an arm with these steps and seconds of the training part."""
+    """Summarize an arm with these steps and these seconds of the training part."""
     parts = [
         {"seconds": s, "memory": {"allocated": (9 - i) * GB}, "tokens": 100, "round": 0} for i, s in enumerate(pieces)
     ]
@@ -270,7 +271,7 @@ def test_each_round_warms_up_and_one_step_has_no_spread() -> None:
 
 
 def test_table_and_picture_compare_arms_to_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 12 s and 8 s a step, and of 3 s and 4 s for forward and backward."""
+    """Compare arms of 12 s and 8 s a step, and of 3 s and 4 s for forward and backward."""
     result = {"groups": 2, "generations": 4, "prompt": 10, "completion": 30, "shape": "7B", "rank": 8}
     result |= {"gpu": "a GPU", "date": "today", "order": "one after the other"}
     piece = {"memory": {"allocated": 7}, "tokens": 100, "round": 0}
@@ -315,12 +316,12 @@ answer(work)
 
 @pytest.fixture
 def made_up_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The processes of the arms write their names into the file that this gives; two of the three fail."""
+    """Replace the arms' processes by stand-ins that write their names into the returned file; two of the three fail."""
     (tmp_path / "made_up_arm.py").write_text(ARM.replace("STEP", repr(step(1.0))))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     ask = arms.ask_once
     monkeypatch.setattr(bench_train, "ask_once", lambda module, request: ask("made_up_arm", request))
-    monkeypatch.setattr(bench_train, "_check", lambda *a: None)  # nf4 without a GPU
+    monkeypatch.setattr(bench_train, "_check", lambda *a: None)  # allow nf4 without a GPU
     return tmp_path / "log"
 
 

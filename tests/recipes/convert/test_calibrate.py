@@ -1,4 +1,4 @@
-"""The texts that GPTQ is calibrated on: a BF16 model's answers to a recipe's problems, and a file of texts."""
+"""Test the texts for calibrating GPTQ: a BF16 model's answers to a recipe's problems, and a file of texts."""
 
 import json
 
@@ -17,7 +17,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generati
 
 @pytest.fixture
 def recipe(write_recipe, make_bf16):
-    """recipe(**changes) -> the flags of a recipe on a BF16 model whose arm is NVFP4."""
+    """Return recipe(**changes), which gives the flags of a recipe on a BF16 model with an NVFP4 arm."""
     return lambda **changes: [
         "--config",
         write_recipe(**{"model_name_or_path": str(make_bf16("qwen2")), "quantization": "qerl_nvfp4", **changes}),
@@ -26,7 +26,7 @@ def recipe(write_recipe, make_bf16):
 
 @pytest.fixture
 def written(recipe, tmp_path, classes_looked_at_here):
-    """written(samples, **changes) -> (the lines of the file, what was said)."""
+    """Return written(samples, **changes), which gives the lines of the file and what was printed."""
     files = iter(tmp_path / f"{i}.jsonl" for i in range(9))
 
     def write(samples, **changes):
@@ -50,7 +50,7 @@ def test_each_line_is_a_training_problem_and_what_bf16_answers(written, recipe, 
         asked = prompts.ids(problem, tokenizer, {"mark": "7"})
         ids = line["input_ids"]
         assert ids[: len(asked)] == asked and tokenizer.decode(ids) == line["text"]
-        # almost greedy: each token is the likeliest of the model that is not quantized
+        # Sampling is almost greedy, so each token is the unquantized model's likeliest.
         with torch.no_grad():
             likeliest = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
         assert ids[len(asked) :] == likeliest[len(asked) - 1 : -1]
@@ -123,7 +123,9 @@ def test_the_engine_has_a_memory_share_of_its_own(recipe, tmp_path, monkeypatch)
 
 
 class Words:
-    """A tokenizer: a token is a number, and tokenizing makes one more of each than decoding does."""
+    """Stand in for a tokenizer: tokens are numbers, and tokenizing gives one more than the number that decoding
+    would.
+    """
 
     def __call__(self, text):
         return {"input_ids": [int(word) + 1 for word in text.split()]}
@@ -135,7 +137,7 @@ class Words:
 
 @pytest.fixture
 def file(tmp_path):
-    """file(*lines) -> a file of them, JSON but for those that are text."""
+    """Return file(*lines), which writes them to a file: strings as they are, anything else as JSON."""
 
     def write(*lines):
         path = tmp_path / "texts.jsonl"

@@ -1,4 +1,4 @@
-"""``qerl export``: an adapter folder that stands by itself, and base + adapter as one checkpoint."""
+"""Test ``qerl export``: it writes a self-contained adapter folder, or base and adapter as one checkpoint."""
 
 import json
 import re
@@ -28,7 +28,10 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_p
 
 @pytest.fixture
 def trained(save_adapter: Make, make_nvfp4: Make, tmp_path: Path) -> Make:
-    """trained(name="trained", base=None, norms=False, **state) -> the folder of an adapter on a tiny Qwen2 in NVFP4."""
+    """Return trained(name="trained", base=None, norms=False, **state).
+
+    It gives the folder of an adapter on a tiny Qwen2 in NVFP4.
+    """
 
     def save(name: str = "trained", base: Path | None = None, norms: bool = False, **state: object) -> Path:
         base = base or make_nvfp4("qwen2")
@@ -73,7 +76,7 @@ def test_an_exported_adapter_loads_in_peft_and_knows_its_base(
 
 
 def dense(base: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's weights in fp32, packed ones as value(code) * block scale / divisor."""
+    """Return the checkpoint's weights in fp32; packed ones are value(code) * block scale / divisor."""
     tensors = load_file(base / "model.safetensors")
     whole = {}
     for name, tensor in tensors.items():
@@ -136,7 +139,7 @@ def test_merging_onto_a_bf16_base_quantizes_it_first(
     assert torch.equal(three[untouched], load_file(make_bf16("qwen2") / "model.safetensors")[untouched])
     assert not torch.equal(one[untouched], three[untouched])
     assert not (tmp_path / "merged-a" / "packed").exists()
-    assert "packed" not in capsys.readouterr().out  # nothing of a folder that is gone by now
+    assert "packed" not in capsys.readouterr().out  # a folder that is already gone is not mentioned
 
 
 def test_a_merge_keeps_the_shards_and_copies_no_other_weights(trained: Make, make_bf16: Make, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The quantizer: llmcompressor's bytes, the files it writes, every kind of source, and what it refuses."""
+"""Test the quantizer: it writes llmcompressor's bytes and the right files, takes every kind of source, and refuses the
+rest.
+"""
 
 import io
 import json
@@ -70,7 +72,7 @@ def test_the_folder_is_a_checkpoint_that_other_readers_accept(dense, tmp_path):
     assert {f.name for f in inspected.files} == {f.name for f in inspect_folder(dense).files}
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in inspected.tensors.values())
-    for file in inspected.files:  # the safetensors library itself reads each shard
+    for file in inspected.files:  # the safetensors library reads each shard
         for name, tensor in load_file(file).items():
             assert torch.equal(tensor.view(torch.uint8), read_tensor(inspected.tensors[name]).view(torch.uint8))
     for layer in report.layers:
@@ -93,13 +95,16 @@ def test_compressed_tensors_itself_unpacks_the_same_weights(dense, tmp_path):
     for module in modules:
         w = dequantize(tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"]).float()
         w = w / tensors[f"{module}.weight_global_scale"]
-        # they multiply by the scale after dividing it by the tensor scale: one fp32 rounding apart, then BF16
+        # llmcompressor divides the scale by the tensor scale and then multiplies by it. This differs by one fp32
+        # rounding, then BF16.
         torch.testing.assert_close(weights[f"{module}.weight"].float(), w, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("scales", ["amax", "mse"])
 def test_the_reported_error_is_that_of_weights_of_any_size(dense, scales, tmp_path):
-    """An outlier whose square is infinite in fp32, weights whose squares are 0 there, and such that all become 0."""
+    """Report errors for an outlier whose square overflows fp32, for weights whose squares underflow, and for weights
+    that all become 0.
+    """
     folder = shutil.copytree(dense, tmp_path / "bf16")
     changes = {
         "model.layers.0.self_attn.o_proj": lambda w: w[3, 5:6].fill_(1e25),
@@ -113,7 +118,7 @@ def test_the_reported_error_is_that_of_weights_of_any_size(dense, scales, tmp_pa
         save_file(tensors, file)
     layers = quantize_checkpoint(folder, tmp_path / "nvfp4", scales=scales).layers
     errors = [{layer.name: layer.relative_error for layer in layers}[name] for name in changes]
-    assert 0.0 < errors[0] < 0.01  # what is left of it is the outlier
+    assert 0.0 < errors[0] < 0.01  # the outlier dominates the error
     assert 0.05 < errors[1] < 0.15 and errors[2] == 1.0
 
 
@@ -155,7 +160,7 @@ def test_experts_are_packed_and_routers_kept(tmp_path):
     report = quantize_checkpoint(source, tmp_path / "nvfp4")
     inspected, tensors = inspect_folder(tmp_path / "nvfp4"), tensors_of(tmp_path / "nvfp4")
     assert inspected.complete
-    assert len(report.layers) == 2 * 4 + 4 * 3 + 3  # attention, experts of layer 0, the dense layer 1
+    assert len(report.layers) == 2 * 4 + 4 * 3 + 3  # attention, experts of layer 0, and the dense layer 1
     assert inspected.scheme.ignore == ("model.layers.0.mlp.gate", "lm_head")
     assert tensors["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     experts = [f"model.layers.0.mlp.experts.{e}" for e in range(4)]
@@ -216,7 +221,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(dense, tmp_path, name, v
 
 @pytest.fixture
 def edited(dense, tmp_path):
-    """edited(**changes) -> a copy of the source with these changes of its config."""
+    """Return edited(**changes), which copies the source and changes its config."""
 
     def edit(**changes) -> Path:
         source = shutil.copytree(dense, tmp_path / "edited")
@@ -271,7 +276,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(dense, tmp_path, options, me
 
 
 def test_a_family_that_is_not_served_is_packed_with_one_warning(dense, tmp_path):
-    # of no family that another test serves: vLLM changes transformers' classes of those for good
+    # No other test serves this family, since vLLM changes transformers' classes of a served family for good.
     config = StableLmConfig(intermediate_size=48, **SIZES)
     source, target = save_model(config, tmp_path / "bf16"), tmp_path / "nvfp4"
     with warnings.catch_warnings():
@@ -279,14 +284,14 @@ def test_a_family_that_is_not_served_is_packed_with_one_warning(dense, tmp_path)
         with pytest.raises(UserWarning, match=r"model_type 'stablelm': .*\{\"qerl\": \{\"untested_models\": true\}\}"):
             quantize_checkpoint(source, target)
         assert not target.exists() and not list(tmp_path.glob(".nvfp4*")), "it is said after the work, not before"
-        quantize_checkpoint(dense, tmp_path / "served")  # of a family that is served: without a word
+        quantize_checkpoint(dense, tmp_path / "served")  # a served family gives no warning
     with pytest.warns(UserWarning, match="`--quantization qerl_nvfp4` will refuse") as said:
         quantize_checkpoint(source, target)
     assert len(said) == 1 and inspect_folder(target).scheme is not None
 
 
 def test_an_architecture_without_linear_layers_is_not_supported(tmp_path):
-    """GPT-2's layers are Conv1D, whose weights are the other way round."""
+    """Refuse GPT-2, whose layers are Conv1D with transposed weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path / "gpt2")
@@ -306,6 +311,7 @@ def test_stacked_parts_of_linear_attention_share_a_scale(tmp_path):
     }
     weights = {name.split(".")[-2]: tensor for name, tensor in tensors_of(source).items() if ".linear_attn." in name}
     largest = max(weights[part].abs().max() for part in ("in_proj_qkv", "in_proj_z"))
-    assert divisors["in_proj_qkv"] == divisors["in_proj_z"] == float(2688 / largest)  # in the type of the weights
+    # computed in the dtype of the weights
+    assert divisors["in_proj_qkv"] == divisors["in_proj_z"] == float(2688 / largest)
     assert divisors["out_proj"] == float(2688 / weights["out_proj"].abs().max())
     assert not {"in_proj_b", "in_proj_a"} & divisors.keys()  # the gates stay in BF16

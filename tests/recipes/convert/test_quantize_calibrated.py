@@ -1,4 +1,4 @@
-"""GPTQ through llmcompressor in its own environment, and what happens where that environment fails."""
+"""Test GPTQ through llmcompressor in a separate environment, and what happens where that environment fails."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def source(tmp_path) -> Path:
     folder = tmp_path / "bf16"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE())  # bytes: the kind of tokenizer that Qwen2 has
+    tokenizer = Tokenizer(models.BPE())  # a byte-level tokenizer, like Qwen2's
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=257, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
@@ -56,7 +56,7 @@ def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path, ll
     report = quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts)
     count = len(AutoTokenizer.from_pretrained(source)(texts.read_text())["input_ids"])
     assert report.calibration["texts"] == report.calibration["of"] == 8 and report.calibration["cut"] == 0
-    assert 0.8 * count < report.calibration["tokens"] < count  # without the file's braces and quotes
+    assert 0.8 * count < report.calibration["tokens"] < count  # the file's braces and quotes are not counted
     plain = quantize_checkpoint(source, tmp_path / "rtn")
     inspected = inspect_folder(tmp_path / "gptq")
     assert inspected.complete and inspected.scheme == inspect_folder(tmp_path / "rtn").scheme
@@ -101,7 +101,7 @@ shutil.copytree({packed!r}, job["destination"], dirs_exist_ok=True)
 
 @pytest.fixture
 def job(source, tmp_path, monkeypatch) -> Path:
-    """The file where a program that stands in for llmcompressor leaves the job that it was given."""
+    """Replace llmcompressor's Python by a program that writes its job to the returned file."""
     quantize_checkpoint(source, tmp_path / "rtn", quiet=True)
     program, job = tmp_path / "python", tmp_path / "job.json"
     program.write_text(PROGRAM.format(python=sys.executable, job=str(job), packed=str(tmp_path / "rtn")))
@@ -114,7 +114,7 @@ def job(source, tmp_path, monkeypatch) -> Path:
     ("device", "count", "here", "visible"),
     [
         (None, 0, None, ""),
-        (None, 2, None, None),  # all of them: gptq takes a GPU where there is one
+        (None, 2, None, None),  # None leaves all GPUs visible, since gptq uses a GPU where there is one
         ("cpu", 2, "4,6", ""),
         ("cuda", 2, "4,6", "4,6"),
         ("cuda:1", 2, "4,6", "6"),
@@ -157,7 +157,10 @@ def test_unusable_texts_are_refused_before_anything_is_written(job, source, text
 
 
 def test_of_awq_no_error_of_a_layer_is_made_up(source, texts, tmp_path, monkeypatch, capsys):
-    """It scales weights and the norms before them, so that the packed weight is not near the source's."""
+    """Check that AWQ reports no error of a layer.
+
+    It scales weights and the norms before them, so the packed weight is not near the source's.
+    """
 
     def scale_and_pack(folder: Path, partial: Path, **options: object) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

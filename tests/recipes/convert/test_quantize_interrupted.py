@@ -1,4 +1,6 @@
-"""Quantizing that is stopped or runs out of room: what was there stays, and the next run finishes. Peak memory."""
+"""Test quantizing that is stopped or runs out of disk: earlier files stay and the next run finishes. Also test peak
+memory.
+"""
 
 import contextlib
 import itertools
@@ -49,13 +51,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def previous(small, tmp_path) -> Path:
-    """A finished destination from an earlier run."""
+    """Make a finished destination of an earlier run."""
     quantize_checkpoint(small, tmp_path / "nvfp4", scales="mse")
     return tmp_path / "nvfp4"
 
 
 def quantize_and_be_killed(source: Path, destination: Path, kind: signal.Signals) -> int:
-    """Quantize in a copy of this process that sends itself the signal after three tensors -> how it has ended."""
+    """Quantize in a forked process that sends itself the signal after three tensors, and return how it ended."""
     child = os.fork()
     if child == 0:
         written, write = itertools.count(1), shards.write_tensor
@@ -82,7 +84,7 @@ def test_a_killed_run_leaves_the_old_folder(tmp_path, small):
     seen: set[Path] = set()
     for kind in (signal.SIGTERM, signal.SIGKILL):
         assert quantize_and_be_killed(source, destination, kind) == -kind
-        (partial,) = tmp_path.glob(".nvfp4.partial-*")  # its own is left, the one before is removed
+        (partial,) = tmp_path.glob(".nvfp4.partial-*")  # its own partial folder is left, the earlier one is removed
         assert partial not in seen and sum(map(len, content(partial).values())) > 0
         seen.add(partial)
         assert content(destination) == before
@@ -93,7 +95,7 @@ def test_a_killed_run_leaves_the_old_folder(tmp_path, small):
 
 @pytest.fixture
 def kept(previous):
-    """The block raises an error, and the earlier destination is as it was."""
+    """Return a context that expects an error and checks that the earlier destination is unchanged."""
 
     @contextlib.contextmanager
     def check(error: type[Exception], message: str):
@@ -109,7 +111,8 @@ def kept(previous):
 def test_a_disk_that_fills_up_leaves_the_old_folder(small, previous, kept, limit):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with kept(OSError, r"nvfp4 could not be written \(.*File too large.*\); nothing was changed"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # it fails with EFBIG, as a full disk does with ENOSPC
+        # this fails with EFBIG, as a full disk fails with ENOSPC
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
             quantize_checkpoint(small, previous, overwrite=True)
         finally:
@@ -151,5 +154,5 @@ def test_peak_memory_follows_the_largest_tensor(small, run_process, tmp_path):
     output = (tmp_path / "log").read_text()
     before, peak = (int(part.split()[0]) * 1024 for part in output.split("VmHWM:")[1:])
     assert peak < 2 * largest + 2**30
-    # the heap keeps what it was once given: 40 to 95 MiB were seen, on two processors; a whole file would be 400
+    # The heap keeps memory that it once got: 40 to 95 MiB were seen on two processors. A whole file would be 400 MiB.
     assert peak - before < 2 * largest + 150 * 2**20 < size / 2, f"{(peak - before) >> 20} MiB above {before >> 20} MiB"

@@ -1,4 +1,4 @@
-"""`qerl quantize` from a checkpoint that has NVFP4 weights in another form: no code and no scale changes."""
+"""Test `qerl quantize` on a checkpoint whose NVFP4 weights have another form: no code and no scale changes."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def test_w4a4_becomes_the_very_bytes_of_its_w4a16_twin(tmp_path):
 @pytest.mark.parametrize("name", ["qwen2-nvfp4", "qwen3-mixed", "qwen3-w4a16-kv", "qwen3_moe-nvfp4"])
 def test_modelopt_keeps_its_codes_and_scales(name, tmp_path):
     source = shutil.copytree(MODELOPT / name, tmp_path / "source")
-    if name == "qwen2-nvfp4":  # as modelopt 0.29 and before: the quantization stands in a file of its own
+    if name == "qwen2-nvfp4":  # modelopt 0.29 and earlier put the quantization into a file of its own
         config = json.loads((source / "config.json").read_text())
         del config["quantization_config"]
         (source / "config.json").write_text(json.dumps(config))
@@ -65,7 +65,7 @@ def test_modelopt_keeps_its_codes_and_scales(name, tmp_path):
     inspected = inspect_folder(tmp_path / "weights")
     assert inspected.complete and not (tmp_path / "weights" / "hf_quant_config.json").exists()
     if name == "qwen3-mixed":
-        assert inspected.scheme.is_ignored("model.layers.0.self_attn.q_proj")  # FP8 there, BF16 now
+        assert inspected.scheme.is_ignored("model.layers.0.self_attn.q_proj")  # FP8 in the source, BF16 now
         assert inspected.scheme.is_ignored("model.layers.1.mlp.down_proj")
 
 
@@ -98,7 +98,7 @@ def test_shards_stay_apart_and_a_scale_may_lie_in_another_one(tmp_path):
     quantize_checkpoint(source, tmp_path / "weights")
     quantize_checkpoint(MODELOPT / "qwen3-mixed", tmp_path / "whole")
     found = inspect_folder(tmp_path / "weights")
-    assert [file.name for file in found.files] == sorted(shards)[1:]  # the first has nothing left
+    assert [file.name for file in found.files] == sorted(shards)[1:]  # no tensor is left for the first file
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     ours = {name: t for file in found.files for name, t in load_file(file).items()}
     assert ours.keys() == whole.keys() and all(torch.equal(bits(ours[name]), bits(t)) for name, t in whole.items())

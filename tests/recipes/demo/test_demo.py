@@ -1,4 +1,4 @@
-"""The demo's own checks, and the shipped starting model. The whole demo is what ``make demo`` runs."""
+"""Test the demo's own checks and the shipped starting model; ``make demo`` runs the whole demo."""
 
 import io
 import json

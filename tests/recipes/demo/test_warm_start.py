@@ -1,4 +1,4 @@
-"""The tasks of SmolLM2-135M-Instruct: worked answers are right, and no problem is learnt from and asked."""
+"""Test the tasks of SmolLM2-135M-Instruct: worked answers are right, and no problem is both trained on and asked."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_file_of_held_out_problems_is_the_recipes_and_none_is_trained_on(tas
 
 
 class InOrder:
-    """A tokenizer's template that shows what it was given."""
+    """Stand in for a tokenizer; its template shows the messages in order."""
 
     def apply_chat_template(self, messages, tokenize):
         return "|".join(message["content"] for message in messages)
@@ -55,7 +55,7 @@ def test_worked_examples_are_right_and_of_no_problem_that_is_trained_on_or_asked
     assert all(messages[0] == {"role": "system", "content": script.system_prompt} for messages in data["prompt"])
     for question, (answer,) in zip(asked, data["completion"], strict=True):
         expression = question.rpartition(": ")[2].removesuffix(" =")
-        assert last_number(answer["content"]) == eval(expression)  # of reasoning-gym's own making
+        assert last_number(answer["content"]) == eval(expression)  # reasoning-gym generated the expression
     shown = [json.loads(line)["text"] for line in texts(data, InOrder()).splitlines()]
     assert len(shown) == 64 and shown[0] == "|".join(
         [script.system_prompt, asked[0], data["completion"][0][0]["content"]]

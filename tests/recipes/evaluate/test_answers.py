@@ -1,4 +1,6 @@
-"""What is asked of an engine and how: prompts, seeds, sampling, limits of length. One engine serves all tests here."""
+"""Test what an engine is asked and how: prompts, seeds, sampling and length limits. One engine serves all tests
+here.
+"""
 
 import contextlib
 from collections import Counter
@@ -19,7 +21,7 @@ from qerl_recipes.tasks import running_sum
 
 Make = Callable[..., Path]
 pytestmark = pytest.mark.integration
-REASONS = ("stop", "length", "stop")  # for which answers end
+REASONS = ("stop", "length", "stop")  # why answers end
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}={{ '9' if short else '8' }}{% endif %}"
@@ -35,7 +37,7 @@ def engine(make_nvfp4: Make) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two problems of the same text, so that nothing but their seeds can tell their answers apart, and eight others."""
+    """Write two problems of the same text, so that only seeds can make their answers differ, and eight others."""
     file = tmp_path_factory.mktemp("answers") / "x.jsonl"
     file.write_text(
         "\n".join(f'{{"prompt": "{p}", "answer": "0"}}' for p in ("1+2", "1+2", *(f"{i}+3" for i in range(8))))
@@ -44,7 +46,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(engine: Any, file: Path, num_samples: int = 1, **settings: Any) -> list[Judged]:
-    with contextlib.chdir(file.parent):  # seeds depend on a task's name, and so on the path of a local file
+    with contextlib.chdir(file.parent):  # seeds depend on the task's name, which contains a local file's path
         benchmarks = evaluation_tasks.load(["jsonl-exact:x.jsonl"], num_samples=num_samples)
     sampling = Sampling(**{"max_new_tokens": 6, **settings})
     return ask(engine, None, benchmarks, sampling, "base")["jsonl-exact:x.jsonl"]
@@ -56,7 +58,7 @@ def test_template_and_system_prompt_make_the_prompt(engine: Any, problems: Path)
     asked = answers(engine, problems, chat_template=TEMPLATE, system_prompt="7", chat_template_kwargs={"short": True})
     assert [p.prompt for p in asked] == [f"s=7;u={p.prompt};=9" for p in plain]
     assert [p.answers for p in asked] != [p.answers for p in plain], "the prompt did not reach the engine"
-    other = answers(engine, problems, chat_template=TEMPLATE, system_prompt="")  # which is none
+    other = answers(engine, problems, chat_template=TEMPLATE, system_prompt="")  # an empty system prompt counts as none
     assert [p.prompt for p in other] == [f"u={p.prompt};=8" for p in plain]
     assert [p.prompt for p in answers(engine, problems, system_prompt="7")] == [f"7\n\n{p.prompt}" for p in plain]
     off = answers(engine, problems, chat_template=TEMPLATE, use_chat_template=False)
@@ -94,7 +96,7 @@ def test_temperature_and_top_p_are_honoured(engine: Any, problems: Path) -> None
 
     assert agreeing() == 10
     assert agreeing(temperature=1.0) <= 4
-    # BF16 logits tie now and then, and a draw between equals is not the greedy one's
+    # BF16 logits sometimes tie, and a draw between equal ones need not match greedy decoding.
     assert agreeing(temperature=1.0, top_p=1e-6) >= 8
     assert agreeing(temperature=1e-4) >= 8
 
@@ -103,14 +105,14 @@ def test_an_answer_ends_at_the_limit_or_the_end_of_the_room(engine: Any, problem
     assert all(len(p.answers[0]) < 40 for p in answers(engine, problems))
     (longest,) = [p for p in answers(engine, problems, max_new_tokens=6) if p.prompt == "7+3"]
     assert longest.cut == [True], "a random model does not end its turn"
-    assert answers(engine, problems, max_new_tokens=10_000)[0].cut == [True]  # 64 tokens in all
+    assert answers(engine, problems, max_new_tokens=10_000)[0].cut == [True]  # the model's length is 64 tokens in all
     with pytest.raises(ValueError, match=r"tokens and max_model_length is 64: there is no room"):
         answers(engine, problems, system_prompt="1" * 64)
 
 
 @pytest.fixture
 def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the engine itself says of its answers, as it gives them."""
+    """Return the engine's own outputs, as it generates them."""
     found: list[Any] = []
     generate = engine.generate
 
@@ -125,13 +127,13 @@ def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_tasks_own_length_holds_unless_one_is_asked_for(engine: Any, problems: Path, computed: list[Any]) -> None:
     def longest(**settings: Any) -> tuple[int, int]:
-        """Of the answers, and of the prompts with their answers."""
+        """Return the longest answer, and the longest prompt with its answer."""
         ask(engine, None, [benchmark], Sampling(**settings), "base")
         lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in computed]
         return max(answer for _, answer in lengths), max(map(sum, lengths))
 
     (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
-    assert longest()[1] == 64  # max_model_length, to the last token
+    assert longest()[1] == 64  # generation fills max_model_length to the last token
     for doc in benchmark.problems:
         doc.generation_size = 3
     assert [longest()[0], longest(max_new_tokens=5)[0], longest(max_new_tokens=2)[0]] == [3, 5, 2]
@@ -157,7 +159,7 @@ def test_stop_words_end_an_answer_unless_a_template_does(
     tokenizer = running_sum.tokenizer()
     monkeypatch.setattr(engine, "get_tokenizer", lambda: tokenizer)
     given = texts(chat_template=TEMPLATE)
-    tokenizer.chat_template = TEMPLATE  # its own
+    tokenizer.chat_template = TEMPLATE  # the tokenizer's own template
     assert [p.answers for p in texts()] == [p.answers for p in given]
     assert any(word in p.answers[0] for p in given)
 
@@ -165,7 +167,10 @@ def test_stop_words_end_an_answer_unless_a_template_does(
 def test_a_template_writes_the_first_token_itself(
     engine: Any, problems: Path, computed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Llama's does: a second one before it would be another prompt than that of the training."""
+    """Check that a template such as Llama's, which writes the first token, gets no second one.
+
+    Otherwise the prompt would differ from that of training.
+    """
     tokenizer = running_sum.tokenizer()
     first = tokenizer.convert_ids_to_tokens(9)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 9)])
@@ -180,7 +185,7 @@ def test_the_samples_of_a_problem_keep_their_order(engine: Any, problems: Path) 
     alone = answers(engine, problems, temperature=1.0)
     many = answers(engine, problems, num_samples=3, temperature=1.0)
     same = [one.answers[0] == several.answers[0] for one, several in zip(alone, many, strict=True)]
-    assert sum(same) >= 8  # products of batches of other sizes round otherwise, now and then
+    assert sum(same) >= 8  # batches of other sizes sometimes round differently
 
 
 def test_the_share_that_ended_is_of_all_answers() -> None:
@@ -195,7 +200,7 @@ def test_the_share_that_ended_is_of_all_answers() -> None:
     ("texts", "vote", "share"),
     [
         (["0"], True, 1.0),
-        (["", "0"], True, 0.5),  # who says nothing does not vote
+        (["", "0"], True, 0.5),  # an empty answer does not vote
         (["0", "1", "1"], False, 1 / 3),
         (["", " "], False, 0.0),
     ],
@@ -209,10 +214,13 @@ def test_a_problem_has_its_share_and_its_vote(texts: list[str], vote: bool, shar
 
 
 def test_more_prompts_than_are_computed_at_once_are_sampled(engine: Any) -> None:
-    """A prompt that is computed in parts would set its seeded generator back, which torch's on a CPU cannot do."""
+    """Sample more prompts than one batch holds.
+
+    A prompt computed in parts would reset its seeded generator, which torch's generator on a CPU cannot do.
+    """
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [3 + i % 7] * 47} for i in range(128)]  # 6016 tokens; vLLM takes 4096 at once
+    prompts = [{"prompt_token_ids": [3 + i % 7] * 47} for i in range(128)]  # 6016 tokens, where vLLM takes 4096 at once
     sampling = [SamplingParams(max_tokens=2, temperature=1.0, seed=i) for i in range(128)]
     assert len(engine.generate(prompts, sampling, use_tqdm=False)) == 128
 
@@ -247,7 +255,10 @@ def test_promise_03_and_promise_10_the_base_is_evaluated_alone(engine: Any, save
 def test_an_adapter_in_lora_slots_answers_too(
     make_bf16: Make, save_adapter: Make, problems: Path, tmp_path: Path
 ) -> None:
-    """The last here: an engine that is closed takes vLLM's groups of processes with it."""
+    """Evaluate an adapter in LoRA slots.
+
+    This test comes last here, because closing its engine also closes vLLM's process groups.
+    """
     from qerl_recipes.files.adapter import open_adapter
 
     llm = evaluate.start(evaluate.EngineSettings(make_bf16("qwen2"), "bf16", 8, "bfloat16", 64))

@@ -1,4 +1,4 @@
-"""Intervals of a share, of pass@k and of a vote, against published values and against counting."""
+"""Test intervals of a share, of pass@k and of a vote, against published values and exhaustive counts."""
 
 import itertools
 
@@ -22,7 +22,7 @@ from qerl_recipes.evaluate.intervals import (
 
 @pytest.mark.parametrize(
     ("successes", "n", "low", "high"),
-    # Newcombe, Statistics in Medicine 17 (1998), table I, method 3: the Wilson score interval
+    # Source: Newcombe, Statistics in Medicine 17 (1998), table I, method 3, the Wilson score interval.
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_wilson_agrees_with_the_published_table(successes, n, low, high):
@@ -36,7 +36,7 @@ def test_both_ends_solve_the_score_equation(case):
     low, high = wilson(successes, n)
     assert 0 <= low <= share <= high <= 1
     for p in (low, high):
-        # rounding alone keeps the ends at exactly 0 and 1 from solving it
+        # Only rounding keeps the ends at exactly 0 and 1 from solving the equation.
         assert (share - p) ** 2 == pytest.approx(Z95**2 * p * (1 - p) / n, abs=1e-9)
 
 
@@ -53,14 +53,14 @@ def test_intervals_that_share_a_point_are_not_disjoint():
 
 def test_several_samples_of_a_problem_are_a_cluster() -> None:
     independent = summary([0.5] * 50 + [0.25, 0.75] * 25, 4)
-    identical = summary([0.0, 1.0] * 50, 4)  # four equal answers to each: no more than one of each
+    identical = summary([0.0, 1.0] * 50, 4)  # four equal answers to a problem are worth one
     low, high = identical["ci95"]
     assert (low, high) == pytest.approx(wilson(50, 100), abs=2e-3)
     assert independent["ci95"][1] - independent["ci95"][0] < high - low
     assert summary([1.0] * 30, 4)["ci95"] == list(wilson(30, 30))  # not 120 trials
     assert summary([1.0, 0.0, 1.0])["ci95"] == list(wilson(2, 3))
     assert summary([1.0, 0.0, 1.0])["interval"] == "Wilson" and "clustered by problem" in identical["interval"]
-    for n in (1, 2, 20):  # of n pairs of problems, one always right and one never: variance 1 / (4 (2n - 1))
+    for n in (1, 2, 20):  # n pairs of problems, one always right and one never, have variance 1 / (4 (2n - 1))
         ends = summary([0.0, 1.0] * n, 2)["ci95"]
         assert ends == pytest.approx(wilson((2 * n - 1) / 2, 2 * n - 1))
     assert summary([0.5], 4)["ci95"] == list(wilson(0.5, 1))
@@ -81,7 +81,8 @@ def test_pass_and_vote_have_intervals_over_problems() -> None:
     right = [[True] + [False] * 5, [False] * 6] * 20
     found = several(right, [True, False] * 20)
     assert list(found["pass_at"]) == ["2", "4", "6"] and list(found["maj_at"]) == ["6"]
-    assert found["pass_at"]["2"]["value"] == pytest.approx(1 / 6)  # C(5, 2) / C(6, 2) = 2/3 misses, in half of them
+    # half of the problems miss with C(5, 2) / C(6, 2) = 2/3
+    assert found["pass_at"]["2"]["value"] == pytest.approx(1 / 6)
     assert found["pass_at"]["6"] == {"value": 0.5, "ci95": list(wilson(20, 40))}
     assert found["maj_at"]["6"] == {"value": 0.5, "ci95": list(wilson(20, 40))}
     low, high = found["pass_at"]["2"]["ci95"]
@@ -91,7 +92,7 @@ def test_pass_and_vote_have_intervals_over_problems() -> None:
 def drawn(
     rng: np.random.Generator, seeds: int, problems: int, of_seeds: float, of_problems: float, rest: float
 ) -> np.ndarray:
-    """Differences of mean zero whose three parts have these standard deviations."""
+    """Draw differences of mean zero; their three parts have these standard deviations."""
     parts = rng.normal(0, of_seeds, (seeds, 1)), rng.normal(0, of_problems, (1, problems))
     return parts[0] + parts[1] + rng.normal(0, rest, (seeds, problems))
 
@@ -111,7 +112,7 @@ def test_an_interval_holds_the_mean_as_often_as_it_says(seeds, of_seeds, of_prob
         half = stats.t.ppf(0.975, seeds - 1) * differences.mean(axis=1).std(ddof=1) / seeds**0.5
         alone += abs(mean) <= half
     assert 930 <= held <= 985
-    if of_problems > of_seeds * 10:  # the control: an interval over seeds alone misses what the problems add
+    if of_problems > of_seeds * 10:  # control: an interval over seeds alone misses the problems' variance
         assert alone < 900
 
 
@@ -135,7 +136,7 @@ def test_the_interval_is_never_narrower_than_over_seeds() -> None:
     found = over_seeds_and_problems([np.repeat(rows[:, None], 40, axis=1)])
     assert found == pytest.approx((rows.mean(), *stats.ttest_1samp(rows, 0).confidence_interval(0.95)))
     assert over_seeds_and_problems([np.full((3, 4), 0.25)]) == (0.25, 0.25, 0.25)
-    for _ in range(50):  # over two seeds t is 12.7, and Satterthwaite's degrees of freedom make less of it
+    for _ in range(50):  # over two seeds t is 12.7, and Satterthwaite's degrees of freedom lower it
         differences = drawn(rng, 2, 60, 0.02, 0.5, 0.3)
         mean, low, high = over_seeds_and_problems([differences])
         ends = stats.ttest_1samp(differences.mean(axis=1), 0).confidence_interval(0.95)
@@ -147,7 +148,7 @@ def test_tasks_count_alike_whatever_their_size() -> None:
     large, small = drawn(rng, 5, 900, 0.0, 0.3, 0.3) + 0.2, drawn(rng, 5, 30, 0.0, 0.3, 0.3)
     mean, low, high = over_seeds_and_problems([large, small])
     assert mean == pytest.approx((large.mean() + small.mean()) / 2)
-    # two independent parts, each weighed by a half: the variance of the small one is thirty times that of the other
+    # The two parts are independent and each has weight one half. The small part's variance is thirty times the other's.
     assert (high - low) / 2 == pytest.approx(1.96 * 0.3 / 2 * (1 / 900 + 1 / 30) ** 0.5, rel=0.3)
     held = 0
     for _ in range(600):

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness beside ``qerl evaluate``: as the pages print it, the same answers and the same verdicts."""
+"""Test lm-evaluation-harness, run as the pages print it, against ``qerl evaluate``: both give the same answers and
+verdicts.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -25,18 +27,18 @@ from qerl_vllm_plugin.options import Options
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "recipes" / "evaluation.md").read_text()
 SUMS = 48
-# of the class lm_eval.models.vllm_causallms.VLLM, 0.4.13; what else is given goes on to vLLM by its name
+# These are arguments of lm_eval.models.vllm_causallms.VLLM, 0.4.13. It passes all others on to vLLM by name.
 OWN = {"pretrained", "lora_local_path", "max_length", "max_gen_toks", "add_bos_token", "think_end_token"}
 
 
 def printed() -> list[list[str]]:
-    """The words of every lm_eval command of the page."""
+    """Return the words of every lm_eval command on the page."""
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
     return [shlex.split(block.replace("\\\n", " ")) for block in blocks if block.startswith("lm_eval ")]
 
 
 def model_arguments(words: list[str]) -> dict[str, Any]:
-    """As lm_eval reads them: JSON, or names and values."""
+    """Parse the arguments as lm_eval does: JSON, or pairs of name and value."""
     text = words[words.index("--model_args") + 1]
     if text.startswith("{"):
         return json.loads(text)
@@ -64,7 +66,7 @@ def test_promise_09_every_printed_argument_is_read() -> None:
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model in NVFP4 and an adapter that changes many of its answers, not all, and the task of the page."""
+    """Make the demo's model in NVFP4, an adapter that changes many but not all of its answers, and the page's task."""
     folder = tmp_path_factory.mktemp("sums")
     start = ROOT / "recipes" / "demo" / "starting_model"
     quantize_checkpoint(start, folder / "BASE")
@@ -91,14 +93,17 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lm_eval(sums: Path) -> Iterator[Callable[..., dict[str, dict[str, Any]]]]:
-    """lm_eval(words, task, **model arguments) -> for each filter what it has logged of each prompt; run in ``sums``."""
+    """Return lm_eval(words, task, **model arguments), which runs it in ``sums``.
+
+    It gives, for each filter, what was logged of each prompt.
+    """
     pytest.importorskip("lm_eval")
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["HF_HOME"] = str(sums / "cache")
     try:
         importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:  # as the page says
+    except importlib.metadata.PackageNotFoundError:  # the page advises this
         version = importlib.metadata.version("vllm-cpu")
         stands_in = sums / "stands_in" / f"vllm-{version}.dist-info"
         stands_in.mkdir(parents=True)
@@ -127,7 +132,7 @@ def lm_eval(sums: Path) -> Iterator[Callable[..., dict[str, dict[str, Any]]]]:
 def test_both_printed_ways_judge_as_qerl_evaluate(sums: Path, lm_eval: Any) -> None:
     from qerl_recipes.evaluate.run import evaluate
 
-    # in bfloat16 LoRA slots round otherwise than layers, and a near tie may fall otherwise
+    # In bfloat16 LoRA slots round differently from layers, so a near tie may give another token.
     options = {"output_dir": sums / "ours", "max_new_tokens": 56, "dtype": "float32", "quiet": True}
     evaluate(str(sums / "BASE"), str(sums / "RUN" / "adapter"), [f"jsonl-exact:{sums}/mine.jsonl"], **options)
     ours: dict[str, dict[str, Any]] = {"base": {}, "adapter": {}}

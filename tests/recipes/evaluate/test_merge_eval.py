@@ -1,4 +1,4 @@
-"""What a merge leaves of an adapter's gain: four policies on the same problems, asked as in training."""
+"""Test how much of an adapter's gain survives a merge: four policies answer the same problems, asked as in training."""
 
 import json
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from qerl_recipes.files import run_state
 
 @pytest.mark.integration
 def test_an_adapters_own_answers_survive_a_merge_in_part(make_nvfp4, save_adapter, tmp_path, capfd, monkeypatch):
-    """The right answers are those that the adapter gives: it has 100 %, and what a merge loses is what changes."""
+    """Take the adapter's own answers as right. It then scores 100 %, and a merge loses whatever it changes."""
     base = make_nvfp4("qwen2")
     recipe = {"max_completion_length": 5, "dtype": "float32"}
     state = {"base": str(base), "base_hash": run_state.base_hash(base), "quantization": "qerl_nvfp4", "recipe": recipe}
@@ -41,7 +41,7 @@ def test_an_adapters_own_answers_survive_a_merge_in_part(make_nvfp4, save_adapte
         left = by_name[name]["accuracy"] - by_name["base"]["accuracy"]
         assert by_name[name]["survives"] == pytest.approx(left / gain)
         assert f"{by_name[name]['survives']:.0%}" in printed
-    # rounding to 16 bits changes little, to 4 bits more
+    # Rounding to 16 bits changes little, and rounding to 4 bits more.
     assert by_name["merged, BF16"]["survives"] > 0.7 > by_name["merged, NVFP4 again"]["survives"]
     asked = json.loads((tmp_path / "m/survival/bf16/evaluation.json").read_text())
     assert asked["max_new_tokens"] == {f"jsonl-exact:{task}": 5} and asked["dtype"] == "float32"
@@ -52,7 +52,7 @@ def test_an_adapters_own_answers_survive_a_merge_in_part(make_nvfp4, save_adapte
     [(0.75, [0.8, -0.2], ["80%", "-20%"]), (0.25, [None, None], ["no gain"] * 2), (0.2, [None, None], ["no gain"] * 2)],
 )
 def test_what_survives_is_a_share_of_the_gain_over_the_base(of_adapter, shares, printed, monkeypatch, tmp_path, capfd):
-    """A base that has a quarter right: 0.65 are four fifths of the gain to 0.75, and 0.15 are less than nothing."""
+    """Let the base score 0.25: then 0.65 is four fifths of the gain to 0.75, and 0.15 is a loss."""
     calls = []
     sampling = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
     sampling |= {"generation_kwargs": {"stop": ["8"]}}

@@ -1,4 +1,4 @@
-"""``qerl report``: one page with everything in it, of whatever a folder holds, and clear errors for the rest."""
+"""Test ``qerl report``: it writes one self-contained page of whatever a folder holds, and clear errors otherwise."""
 
 import html
 import json
@@ -34,7 +34,7 @@ STATE = {
         "learning_rate": 1e-05,
         "reward_funcs": ["accuracy", "format"],
         "loss_type": "dapo",
-        "noise_mode": "shared",  # by its former name
+        "noise_mode": "shared",  # this is the key's former name
         "sigma_start": 0.01,
         "sigma_end": 0.0001,
         "num_stages": 10,
@@ -43,7 +43,7 @@ STATE = {
 
 
 def page_of(folder: Path, *, steps: list[dict[str, Any]] | None = None, evaluation: object = None) -> str:
-    """The page of a folder to which these steps and this evaluation were written."""
+    """Write these steps and this evaluation to a folder and return its page."""
     if steps is not None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     if evaluation is not None:
@@ -136,10 +136,10 @@ def test_the_page_says_in_words_what_was_run(tmp_path: Path) -> None:
 
 
 def test_first_and_last_steps_are_steps_not_values(tmp_path: Path) -> None:
-    """A rollout for four steps is scored once: the first five steps have two rewards, not the first five rewards."""
+    """Check a rollout for four steps, which is scored once: the first five steps then have two rewards, not five."""
     steps = [{"step": i, "entropy": i, **({"reward": i / 10} if i % 4 == 1 else {})} for i in range(1, 21)]
     del steps[-4]["reward"]
-    # (0.1 + 0.5) / 2, and none at the end
+    # The first steps' mean is (0.1 + 0.5) / 2, and the last steps have no reward.
     assert "reward 0.300 entropy, nats per token 3.0000 18.0000" in text_of(tmp_path, steps=steps)
     steps[-4] = {**steps[-4], "reward": 1.7}
     assert "reward 0.300 1.700" in text_of(tmp_path, steps=steps)
@@ -158,12 +158,13 @@ def test_figures_of_another_adapter_are_marked(save_adapter: Callable[..., Path]
     assert warning not in page_of(tmp_path, evaluation=evaluation)
     save_adapter(tmp_path / "adapter", 2)  # training went on
     assert warning in page_of(tmp_path)
-    assert warning not in page_of(tmp_path, evaluation={**evaluation, "adapter_sha256": None})  # of the base alone
+    # an evaluation of the base alone
+    assert warning not in page_of(tmp_path, evaluation={**evaluation, "adapter_sha256": None})
 
 
 def test_decoding_and_problems_of_the_training_are_named(tmp_path: Path) -> None:
     evaluation = {"tasks": {"jsonl:mine.jsonl": {"base": RESULT}}, "max_new_tokens": {"jsonl:mine.jsonl": 64}}
-    greedy = {"temperature": 0.0, "top_p": 1.0, "seed": 7}  # of an older file: what is greedy has no seed
+    greedy = {"temperature": 0.0, "top_p": 1.0, "seed": 7}  # an older file gives a seed even for greedy decoding
     text = text_of(tmp_path, evaluation={**evaluation, "of_training": [], "sampling": greedy})
     assert "evaluated with greedy, at most 64 tokens" in text and "no unseen problems" not in text
     drawn = {"temperature": 0.6, "top_p": 0.9, "seed": 7}
@@ -186,7 +187,7 @@ def test_held_out_rewards_have_pictures_and_no_noise_none(tmp_path: Path) -> Non
 def test_the_newest_evaluation_below_a_run_is_shown_and_named(tmp_path: Path) -> None:
     assert "Not evaluated yet" in page_of(tmp_path, steps=STEPS)
     many = {"pass_at": {"4": {"value": 0.75, "ci95": [0.6, 0.8]}}}
-    places = ("evaluation/sampled", "evaluation/greedy", "evaluation", ".")  # the newest first
+    places = ("evaluation/sampled", "evaluation/greedy", "evaluation", ".")  # ordered from the newest
     for age, place in enumerate(places):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         arm = {**RESULT, **many, "accuracy": 0.45 + age / 100}
@@ -210,7 +211,8 @@ def test_the_share_that_ended_stands_beside_each_accuracy(tmp_path: Path) -> Non
     voted = "with adapter, maj@4 75.0 % 60.0 to 80.0 % 100 97 %"
     assert f"base 50.0 % {row} 85 % with adapter 50.0 % {row} 97 % {voted}" in text
     assert "gsm8k: 15% (base) and 3% (adapter) of the answers were cut at max_new_tokens=64; accuracy counts" in text
-    older = {"base": {**RESULT, "cut": 0.25}, "adapter": RESULT}  # of before: one says what was cut, one nothing
+    # older files: one states a cut share, the other nothing
+    older = {"base": {**RESULT, "cut": 0.25}, "adapter": RESULT}
     text = text_of(tmp_path, evaluation={"tasks": {"gsm8k": older}})
     assert f"base 50.0 % {row} 75 % with adapter 50.0 % {row} " in text and "25% (base) of the answers were cut" in text
 
@@ -218,7 +220,7 @@ def test_the_share_that_ended_stands_beside_each_accuracy(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("ended", "longest", "line"),
     [
-        ({"base": 0.9, "adapter": 0.95}, 64, None),  # a tenth is not more than a tenth
+        ({"base": 0.9, "adapter": 0.95}, 64, None),  # exactly a tenth is not more than a tenth
         (
             {"base": 1.0, "adapter": 0.21},
             64,
@@ -286,25 +288,28 @@ def test_what_no_file_states_is_not_compared(tmp_path: Path) -> None:
     sampling = {**AS_TRAINED, "chat_template": None}
     unknown = {**BASE, "quantization": "bf16", "num_fewshot": 2, "sampling": sampling}
     assert "judged with" not in text_of(tmp_path, evaluation=unknown)
-    # the evaluation itself has it
+    # Here the evaluation states it.
     text = text_of(tmp_path, evaluation={**unknown, "trained_on": "nf4"})
     assert "trained with weights BF16, frozen NF4" in text
     recipe = {"system_prompt": "sum", "chat_template": None, "chat_template_kwargs": {"short": True}}
     (tmp_path / "qerl_state.json").write_text(json.dumps({"quantization": "bf16", "recipe": recipe}))
     (tmp_path / "chat_template.jinja").write_text("{{ t }}")
-    for template in (None, "{{ t }}"):  # asked for, or taken over from the run's folder
+    for template in (None, "{{ t }}"):  # the template is given, or taken from the run's folder
         sampling = {**sampling, "chat_template": template}
         assert "judged with" not in text_of(tmp_path, evaluation={**unknown, "num_fewshot": 0, "sampling": sampling})
 
 
 def places(picture: str) -> list[int]:
-    """How many places each curve of a picture goes through; the lines of its grid have two."""
+    """Return how many points each curve of a picture has; grid lines, which have two, are left out."""
     curves = re.findall(r'<path d="([^"]*)" clip-path[^>]*style="fill: none', picture)
     return [curve.count("L") + 1 for curve in curves if curve.count("L") > 1]
 
 
 def test_each_picture_has_the_values_of_its_steps(tmp_path: Path) -> None:
-    """Sigma alone keeps its value until the next step, and held-out rewards alone are marked."""
+    """Count the points of each curve.
+
+    Only sigma keeps its value until the next step, and only held-out rewards have markers.
+    """
     metrics = [{**step, "rollout_tokens_per_s": 10.0 * step["step"], "train_tokens_per_s": None} for step in STEPS]
     metrics[:5] = [{**step, "train_tokens_per_s": 5.0} for step in metrics[:5]]
     held_out = [{"step": step, "eval/reward": 0.1 * step} for step in range(4)]
@@ -312,12 +317,12 @@ def test_each_picture_has_the_values_of_its_steps(tmp_path: Path) -> None:
     pictures = {re.findall(r">([A-Z][^<]+)</text>", picture)[-1]: picture for picture in page.split("<svg")[1:]}
     assert [title for title in pictures if "<g clip-path" in pictures[title]] == ["Reward on held-out problems"]
     assert {title: places(picture) for title, picture in pictures.items()} == {
-        "Reward": [7, 7],  # each step, and their running mean
+        "Reward": [7, 7],  # each step, and the running mean
         "Reward on held-out problems": [4],
         "Entropy (nats per token)": [7, 7],
         "Noise: sigma on the norm weights": [13],
         "Trainer and engine: mean |log p difference|": [7],
-        "Tokens per second": [7, 5],  # of rollout and training
+        "Tokens per second": [7, 5],  # rollout and training
     }
     assert plots.running_mean([1, 2, 3, 4, 5, 6, 16]) == [1, 1.5, 2, 2.5, 3, 4, 6.8]
 

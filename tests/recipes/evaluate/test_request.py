@@ -1,4 +1,6 @@
-"""The options of an evaluation: which are refused, which a run's training settles, and the command that it prints."""
+"""Test the options of an evaluation: which are refused, which a run's training decides, and the command that it
+prints.
+"""
 
 import inspect
 import json
@@ -46,7 +48,7 @@ def test_the_command_has_every_option_but_one() -> None:
         ({"num_samples": 2}, "num_samples is 2, but temperature 0 gives the same answer"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"max_samples": 0}, "max_samples is 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),  # of which a task's own length would have been made
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),  # 0 would have meant the task's own length
         ({"top_p": 0.95}, r"top_p is 0\.95, but temperature 0 \(greedy\) draws nothing; set temperature"),
         ({"top_p": 0.0}, r"top_p is 0\.0; it must"),
         ({"top_p": 1.01}, r"top_p is 1\.01; it must"),
@@ -200,7 +202,7 @@ def test_sampling_parameters_are_taken_over_and_taken_back(
         ({"dataset_name": None}, "TASKS"),
         ({"dataset_name": "train.jsonl"}, "jsonl:HERE/train.jsonl"),
         ({"dataset_name": "."}, "jsonl:HERE/test.jsonl"),
-        ({"dataset_name": "others"}, "TASKS"),  # lines for a reward of one's own
+        ({"dataset_name": "others"}, "TASKS"),  # lines for a custom reward
         ({"dataset_name": "others/train.jsonl"}, "TASKS"),
         ({"dataset_name": "test.jsonl", "reward_funcs": ["exact_answer"]}, "jsonl-exact:HERE/test.jsonl"),
         ({"dataset_name": "test.jsonl", "reward_funcs": ["format", "dapo_score"]}, "jsonl-accuracy:HERE/test.jsonl"),

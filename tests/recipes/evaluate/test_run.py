@@ -1,4 +1,6 @@
-"""``qerl evaluate``: base and adapter through lighteval on one engine, and every refusal before the engine starts."""
+"""Test ``qerl evaluate``: base and adapter run through lighteval on one engine, and refusals come before the engine
+starts.
+"""
 
 import json
 import os
@@ -26,7 +28,7 @@ Make = Callable[..., Path]
 
 
 def lines_of(folder: Path, model: str | None = None) -> list[dict[str, Any]]:
-    """The lines of answers.jsonl, of one policy or of all."""
+    """Return the lines of answers.jsonl, of one policy or of all."""
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     return [line for line in lines if model in (None, line["model"])]
 
@@ -44,7 +46,7 @@ OPTIONS = {"max_new_tokens": 6, "max_model_length": 64, "quiet": True}
 
 @pytest.fixture(scope="module")
 def runs(make_nvfp4: Make, tmp_path_factory: pytest.TempPathFactory, save_adapter: Make) -> dict[str, Path]:
-    """Two evaluations of adapters that lay at one path, one after the other."""
+    """Evaluate two adapters, one after the other, that lay at the same path."""
     base, folder = make_nvfp4("qwen2"), tmp_path_factory.mktemp("evaluate")
     problems = [{"prompt": f"{a}+{b}=", "answer": "0"} for a in range(1, 9) for b in range(1, 9)]
     (folder / "first.jsonl").write_text("\n".join(map(json.dumps, problems)))
@@ -53,7 +55,7 @@ def runs(make_nvfp4: Make, tmp_path_factory: pytest.TempPathFactory, save_adapte
         evaluate.evaluate(
             str(base), str(adapter), [f"jsonl-exact:{folder}/first.jsonl"], output_dir=folder / "first", **OPTIONS
         )
-    # the second time the right answers are those that the base gave the first time
+    # The second evaluation's right answers are those that the base gave in the first.
     given = answers(folder / "first", "base")
     lines = [{"prompt": prompt, "answer": answer} for prompt, answer in given.items() if answer.strip()]
     (folder / "second.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -65,7 +67,7 @@ def runs(make_nvfp4: Make, tmp_path_factory: pytest.TempPathFactory, save_adapte
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineSettings]:
-    """The settings of every engine that a test starts."""
+    """Record the settings of every engine that a test starts."""
     started: list[EngineSettings] = []
     start = evaluate.start
     monkeypatch.setattr(evaluate, "start", lambda engine: (started.append(engine), start(engine))[1])
@@ -101,7 +103,7 @@ def test_beside_an_accuracy_stands_the_share_that_ended(
         cut = [line["cut"][0] for line in lines_of(runs["first"], model)]
         assert arms[model]["cut"] == sum(cut) / 64 and arms[model]["ended"] == 1 - sum(cut) / 64
         assert unpacked(arms[model]["by_problem"]["ended"], 64, 1)[:, 0].tolist() == [not one for one in cut]
-    # a random model seldom ends its turn, so other shares are written by hand
+    # A random model seldom ends its turn, so other shares are written by hand.
     many = {"pass_at": {"2": {"value": 0.5, "ci95": [0.4, 0.6]}}, "maj_at": {}}
     of = {"base": {**arms["base"], **many, "ended": 0.75}, "adapter": {**arms["adapter"], **many, "ended": 1.0}}
     evaluate.Console().print(evaluate.table({**result, "tasks": {task: of}}))
@@ -116,7 +118,7 @@ def test_an_adapter_never_gets_the_answers_of_its_predecessor(runs: dict[str, Pa
     common = first.keys() & second.keys()
     assert len(common) == 40
     assert any(first[prompt] != second[prompt] for prompt in common)
-    # the base is the same in both runs: what differs above is the adapter and nothing else
+    # The base answers alike in both runs, so only the adapter can cause the difference above.
     base = answers(runs["second"], "base")
     assert all(base[prompt] == answer for prompt, answer in answers(runs["first"], "base").items() if prompt in common)
     assert result_of(runs["first"])["adapter_sha256"] != result_of(runs["second"])["adapter_sha256"]
@@ -166,10 +168,10 @@ def test_evaluations_on_one_engine_answer_as_on_their_own(
         written = [(tmp_path / where / name / "answers.jsonl").read_bytes() for where in ("one", "own")]
         assert written[0] == written[1]
     assert list(together[1]["tasks"][task[0]]) == ["adapter"]
-    assert [one["sampling"]["seed"] for one in together] == [None, 0, None, None]  # what is greedy draws with none
+    assert [one["sampling"]["seed"] for one in together] == [None, 0, None, None]  # greedy decoding uses no seed
     given = {name: answers(tmp_path / "one" / name, "adapter") for name in ("greedy", "other", "again")}
     assert given["greedy"] == given["again"] != given["other"]
-    # another engine where one is asked for, and one of its own where no change of policy would come between
+    # A new engine starts where another is asked for, and where no change of policy would separate two evaluations.
     other = [*asked("x")[:1], asked("y")[0].model_copy(update={"max_model_length": 48})]
     base = [one.model_copy(update={"adapter": None}) for one in (asked("z")[0], asked("z")[3])]
     evaluate.evaluate_each([*other, *base])
@@ -225,7 +227,7 @@ def started(*args: object, **kwargs: object) -> None:
 
 @pytest.fixture
 def refused(make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """refused(message, **options): the evaluation of a base is refused before an engine starts."""
+    """Return refused(message, **options), which checks that evaluating a base is refused before an engine starts."""
     monkeypatch.setattr(evaluate, "start", started)
 
     def check(message: str, **options: Any) -> None:
@@ -240,7 +242,7 @@ def refused(make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, r"temperature is -1\.0"),  # test_request.py has the others of this kind
+        ({"temperature": -1.0}, r"temperature is -1\.0"),  # test_request.py tests the other refusals of this kind
         ({"chat_template": "7+1={# {{ #}"}, "messages of user does not contain the problem's text"),
         ({"use_chat_template": True}, "use_chat_template was asked for, but this model's tokenizer has none"),
         ({"generation_kwargs": {"stopp": 4}}, "takes no such SamplingParams: .*stopp"),
@@ -331,7 +333,7 @@ def test_the_engine_has_no_process_of_its_own_unless_asked_for(
         monkeypatch.setenv(name, own)
     evaluate.start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, "bfloat16", 64))
     assert seen == [own or "0"]
-    monkeypatch.setenv(name, "0")  # what the other tests run with
+    monkeypatch.setenv(name, "0")  # the value for the other tests
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }};{% endfor %}{{ '8' if more else '7' }}="
@@ -379,7 +381,8 @@ def test_a_run_is_judged_on_its_weights_with_its_prompts(
     assert result["of_training"] == [f"jsonl:{tmp_path}/x.jsonl"]
     assert "these are no unseen problems" in " ".join(printed.split())
     lines = [json.loads(line) for line in (tmp_path / "run/evaluation/answers.jsonl").read_text().splitlines()]
-    assert {answer for line in lines for answer in line["answers"]} == {"23"}  # by the regex, to the stop
+    # the regex allows only this, up to the stop
+    assert {answer for line in lines for answer in line["answers"]} == {"23"}
     assert "not as in training: temperature 0, there 1" in " ".join(printed.split())
     assert {line["prompt"] for line in lines} == {f"4+4;{i}+3;8=" for i in range(8)}
     assert len(lines) == 16
@@ -390,4 +393,4 @@ def test_a_run_is_judged_on_its_weights_with_its_prompts(
     unlike["sampling"] = {**result["sampling"], **other}
     (tmp_path / "run/evaluation/evaluation.json").write_text(json.dumps({**result, **unlike}))
     page = write_report(tmp_path / "run").read_text().partition("judged with")[2].partition("</table>")[0]
-    assert page.count("<tr>") == len(unlike) - 1 + len(other)  # under the names that both files have for them
+    assert page.count("<tr>") == len(unlike) - 1 + len(other)  # rows have the names that both files use

@@ -1,4 +1,6 @@
-"""The tasks of an evaluation: what they ask, how an answer is judged, and which of several is elected."""
+"""Test the tasks of an evaluation: what they ask, how an answer is judged, and which of several answers wins
+the vote.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,7 @@ from qerl_recipes.tasks import rewards, running_sum
         ("jsonl", ["nothing", "at all"], None),
         ("jsonl-accuracy", ["\\boxed{3}", "$1/2$", "1/2", "\\boxed{1/2}", "so \\boxed{0.5}"], 3),
         ("jsonl-exact", ["a", " b", "<answer>b</answer>", "a "], 0),
-        ("jsonl-exact", ["", " ", "<answer></answer>", "b"], 3),  # who says nothing does not vote
+        ("jsonl-exact", ["", " ", "<answer></answer>", "b"], 3),  # an empty answer does not vote
     ],
 )
 def test_the_vote_goes_to_the_answer_that_most_samples_give(
@@ -72,7 +74,7 @@ def test_a_local_file_is_judged_as_mathematics_or_as_text(
     assert judged(benchmark, benchmark.problems[0], text) == right
 
 
-# (text, what the reward accuracy gives it, what jsonl: says): of a problem whose answer is 9
+# Each row has a text, the reward accuracy's score, and jsonl:'s score, for a problem whose answer is 9.
 GIVEN = [
     ("\\boxed{9}", 1, 1), ("\\boxed{8} no \\boxed{9}", 1, 1), ("\\boxed{9} no \\boxed{8}", 0, 0),
     ("\\boxed{18/2}", 1, 1),
@@ -111,7 +113,7 @@ def judged(benchmark: evaluation_tasks.Benchmark, doc: evaluation_tasks.Doc, *te
 
 
 def hub_rows(monkeypatch: pytest.MonkeyPatch, *rows: dict) -> None:
-    """The hub's rows, of the hub's schema, in every split."""
+    """Replace the hub's data by these rows, which have its schema, in every split."""
 
     def load(tasks: dict) -> None:
         for task in tasks.values():
@@ -139,7 +141,7 @@ def test_hub_tasks_ask_and_judge_as_lighteval_does(
     assert "2+3?" in doc.query and doc.num_samples == 4
     assert judged(benchmark, doc, right, wrong, wrong, wrong) == 0.25
     assert benchmark.majority([wrong, right, "no answer", right]) == 1
-    least = {"gsm8k": 1024, "math_500": 32768}.get(name)  # lighteval's 256 would cut many an answer to GSM8K
+    least = {"gsm8k": 1024, "math_500": 32768}.get(name)  # lighteval's 256 would cut many answers to GSM8K
     assert doc.generation_size == least
 
 

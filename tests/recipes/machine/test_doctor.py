@@ -1,4 +1,4 @@
-"""``qerl doctor``: its table agrees with the recipes, its check finds a wrong weight, and it runs without vLLM."""
+"""Test ``qerl doctor``: its table agrees with the recipes, its check finds a wrong weight, and it runs without vLLM."""
 
 import re
 import types
@@ -71,7 +71,7 @@ def test_a_version_is_compared_with_those_that_were_tested(
 
 
 def sized_for(model: str) -> int:
-    """GB of the GPU that a model's recipe names in its header."""
+    """Return the GB of the GPU that a model's recipe names in its header."""
     header = (RECIPES / model / "grpo" / "nvfp4_lora_aqn.yaml").read_text()
     found = re.search(r"meant for one of (\d+) GB", header)
     assert found is not None
@@ -113,7 +113,7 @@ def test_memory_as_the_driver_reports_it(memory_gb: float, recipe: str | None) -
 def test_what_the_engine_s_speed_relies_on_is_read_from_vllm_and_its_end_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU vLLM has neither graphs nor the newer runner."""
+    """Read the configuration on a CPU, where vLLM has neither CUDA graphs nor the newer model runner."""
     config, report = doctor.engine_config(**ENGINE_ON_CPU), doctor.Report()
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     point = doctor.importlib.metadata.EntryPoint("thinking", "a:b", "vllm.logits_processors")
@@ -138,7 +138,7 @@ def test_what_the_engine_s_speed_relies_on_is_read_from_vllm_and_its_end_explain
 
 
 def test_the_variable_by_which_vllm_has_no_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM reads it itself: without torch.compile it falls back from its usual graphs to none."""
+    """Name the variable, which vLLM reads itself: without torch.compile it has no graphs."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     config, report = doctor.engine_config(enable_chunked_prefill=False), doctor.Report()
@@ -154,7 +154,7 @@ def test_the_variable_by_which_vllm_has_no_graphs_is_named(monkeypatch: pytest.M
 def test_a_hopper_gpu_is_told_what_was_tested_and_whether_the_choice_of_kernels_was_fitted_on_it(
     name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no GPU here: what torch says of one stands in."""
+    """Replace torch's description of the GPU, since there is none here."""
     import torch
     from qerl_kernels import rule
 

@@ -1,4 +1,4 @@
-"""Defaults for vLLM: complete on a CPU, sparing on a GPU, and never against the user."""
+"""Test the defaults for vLLM: complete on a CPU, few on a GPU, and never overriding the user."""
 
 import ast
 import importlib.metadata
@@ -41,14 +41,14 @@ def test_what_a_user_has_set_stays(name: str, value: str) -> None:
     ("files", "visible", "expected"),
     [
         ([], None, False),
-        (["dev/nvidiactl", "dev/nvidia-uvm"], None, False),  # the driver is loaded, no device is given to us
+        (["dev/nvidiactl", "dev/nvidia-uvm"], None, False),  # the driver is loaded, but this container has no device
         (["dev/nvidia0"], None, True),
         (["dev/nvidia3"], "0", True),
         (["dev/nvidia0"], "", False),
         (["dev/nvidia0"], "-1", False),
         (["dev/nvidia0"], "GPU-5ebe9f43", True),
         (["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"], None, True),
-        (["dev/dxg"], None, False),  # WSL with a GPU of another maker
+        (["dev/dxg"], None, False),  # WSL with a GPU of another vendor
     ],
 )
 def test_cuda_device_from_the_drivers_files(
@@ -84,7 +84,10 @@ def test_preparing_imports_neither_torch_nor_vllm() -> None:
 
 @pytest.mark.parametrize("module", environment.CPU_NOISE)
 def test_what_is_left_out_is_what_the_installed_vllm_says(module: str) -> None:
-    """Fails when a new vLLM words a message differently, which would bring it back."""
+    """Check that vLLM still has the messages that are filtered out.
+
+    A new wording would make a message appear again.
+    """
     (package,) = importlib.util.find_spec("vllm").submodule_search_locations
     source = Path(package).joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
     texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]

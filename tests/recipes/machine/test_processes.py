@@ -1,4 +1,4 @@
-"""A child process ends with all that it has started, and a server is ready when it says so."""
+"""Test that a child process ends with everything it started, and that a server counts as ready only when it says so."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ with started(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2]), {}) as server:
     print(server.process.pid, flush=True)
     time.sleep(300)
 """
-# starts a process that ignores SIGTERM and is orphaned at once
+# This program starts a process that ignores SIGTERM and is orphaned at once.
 PARENT = """
 import subprocess, sys, time
 child = "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True)"
@@ -31,7 +31,7 @@ subprocess.run([sys.executable, "-c", middle + "print(p.pid, flush=True)"])
 
 @pytest.fixture
 def healthy(tmp_path, monkeypatch):
-    """The folder that is served: a request for /health finds a file there."""
+    """Make the folder that is served; a request for /health finds a file there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "health").write_text("")
     return tmp_path

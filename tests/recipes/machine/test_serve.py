@@ -26,7 +26,7 @@ def test_folders_and_model_ids_pass(make_nvfp4, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("disabled", ["1", "0"])
 def test_without_torch_compile_the_server_is_told_so_and_a_users_own_word_comes_last(disabled, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", disabled)  # as on a CPU
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", disabled)  # set to 1 on a CPU
     line = serve.command("base", ["--no-enforce-eager"])
     assert [part for part in line if "eager" in part] == ["--enforce-eager"] * int(disabled) + ["--no-enforce-eager"]
 

@@ -1,4 +1,4 @@
-"""A study file, and what its runs leave behind, without running any."""
+"""Make a study file and the results of its runs, without running any."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ CONTENT = {
 
 
 def table_of(rows):
-    """Rows (arm, seed, step, metric, value) as a table."""
+    """Make a table from rows (arm, seed, step, metric, value)."""
     return pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
 
 
@@ -38,7 +38,7 @@ def rows_table():
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    """study(**changes) -> the path of a study file, in the folder that is the current one."""
+    """Return study(**changes), which writes a study file in the current folder and gives its path."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("model_name_or_path: base\n")
 
@@ -52,7 +52,7 @@ def study(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make_base():
-    """make_base(value): a checkpoint with other weights -> its name in a table."""
+    """Return make_base(value), which writes a checkpoint with other weights and gives its name in a table."""
 
     def make(value):
         Path("base").mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def make_base():
 
 @pytest.fixture
 def claimed():
-    """claimed(plan, folder) -> the folder, as a study that begins in it leaves it."""
+    """Return claimed(plan, folder), which makes the folder as a beginning study leaves it."""
 
     def begin(plan, folder):
         folder.mkdir()
@@ -77,21 +77,23 @@ def claimed():
 
 @pytest.fixture
 def finish():
-    """finish(run, folder, accuracy, rewards): what `qerl train` and `qerl evaluate` leave behind of a run."""
+    """Return finish(run, folder, accuracy, rewards), which writes what `qerl train` and `qerl evaluate` leave
+    of a run.
+    """
 
     def leave(run, folder, accuracy, rewards=(0.0, 1.0), problems=None):
         of = folder / run.folder
         (of / "evaluation" / "greedy").mkdir(parents=True, exist_ok=True)
         of_step = {"entropy": 1.0, "step_seconds": 2.0, "equal_groups": 0.25, "kept": True, "mode": "rollout"}
         lines = [{"step": i + 1, "reward": r, **of_step} for i, r in enumerate(rewards)]
-        lines.insert(1, {"step": 1, "eval/reward": 9.0})  # an evaluation on held-out problems while training
+        lines.insert(1, {"step": 1, "eval/reward": 9.0})  # an evaluation on held-out problems during training
         (of / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if Path("base/config.json").is_file():
             (of / "adapter").mkdir(exist_ok=True)
             (of / "adapter/qerl_state.json").write_text(json.dumps({"base_hash": base_hash("base")}))
         task = {"base": {"accuracy": 0.1}, "adapter": {"accuracy": accuracy}}
         result = {"tasks": {"running_sum": task}, "problems_sha256": {"running_sum": problems} if problems else {}}
-        # last and whole, as `qerl evaluate` does: a study that runs reads it as soon as it is there
+        # Write this last and as a whole, as `qerl evaluate` does, since a running study reads it as soon as it exists.
         write_text(of / "evaluation" / "greedy" / "evaluation.json", json.dumps(result))
 
     return leave

@@ -1,4 +1,4 @@
-"""Tables and folders of a study: what they say of its runs, and which runs are not taken for this study's."""
+"""Test tables and folders of a study: what they say about its runs, and which runs are not accepted as this study's."""
 
 import gzip
 import shutil
@@ -20,13 +20,14 @@ RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate":
 
 
 def test_a_table_is_read_as_it_was_written(rows_table, tmp_path):
-    rows = [("none", s, 60, "accuracy", (100 + s) / 512) for s in (0, 1)]  # a name that pandas reads as missing
+    rows = [("none", s, 60, "accuracy", (100 + s) / 512) for s in (0, 1)]  # pandas reads this name as missing
     rows += [("NA", 0, 60, "accuracy", float("nan"))] + [("none", 0, step, "reward", 1 / 3) for step in (1, 2)]
     file = tmp_path / "new" / inventory.TABLE
     inventory.write_table(rows_table(rows), file)
     found = inventory.read_table(file)
     exact = found[found.metric == "accuracy"].value.tolist()
-    assert exact[1:] == [100 / 512, 101 / 512] and pd.isna(exact[0])  # what a run has once, from which verdicts follow
+    # values that a run has once decide verdicts, so they stay exact
+    assert exact[1:] == [100 / 512, 101 / 512] and pd.isna(exact[0])
     assert set(found[found.metric == "reward"].value) == {0.333333}
     written = file.read_bytes()
     inventory.write_table(found[::-1], file)
@@ -80,12 +81,12 @@ def test_what_the_steps_of_a_run_come_to():
     found = inventory.summaries(steps, 0.5)
     assert found["mean_reward"] == pytest.approx(0.5) and found["entropy_start"] == pytest.approx(1.6)
     assert found["median_step_seconds"] == 2.0 and found["entropy_end"] == pytest.approx(1.0)
-    assert (found["steps_to_target"], found["seconds_to_target"]) == (6, pytest.approx(12.0))  # 0.6 after 0.4
+    assert (found["steps_to_target"], found["seconds_to_target"]) == (6, pytest.approx(12.0))  # means of five: 0.4, 0.6
     assert not found.keys() & {"reward_gain", "clipped_end", "sampled_entropy_start", "mean_logp_diff"}
     assert "steps_to_target" not in inventory.summaries(steps, 0.9) and "steps_to_target" not in inventory.summaries(
         steps, None
     )
-    # a rollout that serves two steps is scored in the first of them; the second takes its time all the same
+    # A rollout that serves two steps is scored in the first of them, but the second still takes time.
     halves = steps.set_index(2 * steps.index - 1).reindex(range(1, 13))
     halves.loc[halves.index % 2 == 0, ["entropy", "step_seconds"]] = 9.0, 1.0
     found = inventory.summaries(halves, 0.5)
@@ -122,7 +123,7 @@ def test_a_reward_that_a_table_has_rounded_has_reached_its_target(rewards):
 
 @pytest.fixture
 def published(study, finish, make_base, claimed, tmp_path):
-    """The study, its table with the sweep and the first three later runs, and the folders of the others."""
+    """Make a study, its table with the sweep and the first three later runs, and the folders of the others."""
     plan = read(study())
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     name, out = make_base(1), claimed(plan, tmp_path / "elsewhere")
@@ -143,7 +144,7 @@ def published(study, finish, make_base, claimed, tmp_path):
 
 @pytest.fixture
 def trained(monkeypatch, finish):
-    """Trainings that leave at once what they and their evaluations make -> the runs that were trained."""
+    """Replace training by writing the results of runs and evaluations at once; return the runs that were trained."""
     found = []
 
     def train(study, runs, root, *_):
@@ -163,7 +164,7 @@ def test_a_run_is_what_its_folder_says(published):
     run = values.loc["a@0.0001", 0]
     assert run.mean_frac_reward_zero_std == 0.25 and not {"kept", "mode", "step"} & set(values.columns)
     assert run.accuracy == 0.3 and run.base_accuracy == 0.1 and run.mean_reward == pytest.approx(0.5)
-    assert run["eval/reward"] == 9.0 and run.steps_to_target == 6  # five in a row are 0.42 or 0.58 on average
+    assert run["eval/reward"] == 9.0 and run.steps_to_target == 6  # five steps in a row average 0.42 or 0.58
     assert final(inventory.read_table(file), 0.4).loc["a@0.0001", 0].steps_to_target == 5, (
         "it is this target that counts"
     )
@@ -181,9 +182,9 @@ def test_the_runs_of_a_table_are_not_made_again(published, trained, finish, tmp_
         *missing
     }
     trained.clear()
-    conduct(Path("study.yaml"), out)  # the next call knows them without the option
+    conduct(Path("study.yaml"), out)  # the next call finds them without the option
     assert trained == [] and inventory.read_table(table).equals(after)
-    finish(first_runs(plan)[0], out, 0.99)  # what the table says counts
+    finish(first_runs(plan)[0], out, 0.99)  # the table's value counts
     assert inventory.collect(plan, out).sort_values(inventory.COLUMNS, ignore_index=True).equals(after)
     monkeypatch.setattr(runner, "check_tasks", lambda study: pytest.fail("no evaluation is needed"))
     conduct(Path("study.yaml"), tmp_path / "second", finished=table)
@@ -231,7 +232,7 @@ def test_a_table_that_is_not_of_this_study_is_refused(change, message, published
         ({"lora_r": 16}, {}, "made with other settings"),
         ({"max_steps": 100}, {}, "made with other settings"),
         ({"model_name_or_path": "other"}, {}, "made with other settings"),
-        ({"learning_rate": 2e-3}, {}, None),  # each run has its own, by the sweep
+        ({"learning_rate": 2e-3}, {}, None),  # each run has its own learning rate from the sweep
         ({}, {"arms": {"a": {"quantization": "nf4"}, "b": {"quantization": "qerl_nvfp4"}}}, "made with other settings"),
         ({}, {"evaluations": {"greedy": {"tasks": "gsm8k"}}}, "made with other settings"),
         ({}, {"evaluations": {"greedy": {"tasks": "running_sum", "max_new_tokens": 9}}}, "made with other settings"),
@@ -255,7 +256,9 @@ def test_a_plan_that_was_changed_since_is_refused(recipe, changes, message, publ
 
 
 def test_a_base_that_is_not_here_does_not_matter(published, tmp_path):
-    """A base of the hub is never here, and one that is made first is not yet."""
+    """Keep the table without the base: a base on the hub is never local, and one that is made first does not
+    exist yet.
+    """
     plan, file, _ = published
     shutil.rmtree("base")
     inventory.keep(plan, file, tmp_path)
@@ -332,7 +335,7 @@ def test_where_nothing_runs_the_option_is_refused(nothing_runs, option, study, t
     assert said.exit_code == 2 and "leave --finished," in " ".join(said.output.split())
 
 
-# Arms that are taken from the table of another study.
+# These tests take arms from the table of another study.
 
 TAKEN = {"study": "study.yaml", "arms": {"r32": "b@0.001"}}
 RANKS = {"r8": {"quantization": "qerl_nvfp4", "lora_r": 8}, "r32": {"quantization": "qerl_nvfp4", "lora_r": 32}}
@@ -340,7 +343,7 @@ RANKS = {"r8": {"quantization": "qerl_nvfp4", "lora_r": 8}, "r32": {"quantizatio
 
 @pytest.fixture
 def smaller(study, finish, claimed, tmp_path):
-    """smaller(**changes): a study of ranks that takes one arm from study.yaml, which has run at 1e-3."""
+    """Return smaller(**changes), a study of ranks that takes one arm from study.yaml, which has run at 1e-3."""
     plan = read(study(arms={"a": {}, "b": {"quantization": "qerl_nvfp4"}}))
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     out = claimed(plan, tmp_path / "out")
@@ -371,9 +374,9 @@ def test_an_arm_that_is_there_is_not_run_again(smaller, finish, claimed, tmp_pat
         finish(one, out, 0.25)
     rows = inventory.collect(plan, out)
     accuracies = final(rows, None).accuracy
-    assert accuracies["r32"].to_dict() == {0: 0.3, 1: 0.31, 2: 0.32}  # not those of the sweep
+    assert accuracies["r32"].to_dict() == {0: 0.3, 1: 0.31, 2: 0.32}  # the sweep's accuracies are left out
     assert accuracies["r8"].to_dict() == dict.fromkeys((0, 1, 2), 0.25)
-    assert hours(rows) == {}  # they are counted where they ran
+    assert hours(rows) == {}  # hours are counted where the runs took place
     table = tmp_path / "made" / inventory.TABLE
     inventory.write_table(rows, table)
     page = conduct(Path("smaller.yaml"), table=table).read_text()
@@ -383,7 +386,7 @@ def test_an_arm_that_is_there_is_not_run_again(smaller, finish, claimed, tmp_pat
     assert said.exit_code == 0 and "1 arms x 3 seeds" in said.output and "r32 is b@0.001" in said.output
     based = [(arm, seed, 2, f"{inventory.BASE}000000000000", 1.0) for arm in RANKS for seed in (0, 1, 2)]
     inventory.write_table(pd.concat([rows, pd.DataFrame(based, columns=inventory.COLUMNS)]), table)
-    inventory.keep(plan, table, tmp_path)  # r32 is taken from the other study again
+    inventory.keep(plan, table, tmp_path)  # r32 comes from the other study again
     assert inventory.kept(tmp_path).keys() == {("r8", seed) for seed in (0, 1, 2)}
 
 
@@ -417,7 +420,7 @@ def test_an_arm_whose_runs_would_not_be_the_same_is_not_taken(changes, message, 
 def test_an_arm_is_taken_on_the_base_that_it_was_trained_on(smaller, make_base):
     plan, file = read(smaller()), Path("study") / inventory.TABLE
     rows = inventory.read_table(file)
-    checks.check(plan)  # no folder of that name: a model of the hub, known by its name
+    checks.check(plan)  # no such folder exists, so the name is taken for a model of the hub
     first = make_base(1)
     with pytest.raises(
         StudyError, match=rf"r32: b@0.001.*does not say on which base.*is now {first}; take the configuration out"
@@ -436,7 +439,10 @@ def test_an_arm_is_taken_on_the_base_that_it_was_trained_on(smaller, make_base):
 
 @pytest.mark.parametrize("edited", ["recipe", "no keys"])
 def test_an_arm_of_other_keys_than_there_are_now_is_refused(edited, smaller):
-    """Both studies would agree with each other, and with nothing that has run."""
+    """Refuse an arm whose keys have changed.
+
+    Otherwise both studies would agree with each other but with no run.
+    """
     plan, file = read(smaller()), Path("study") / inventory.TABLE
     rows = inventory.read_table(file)
     assert not inventory.taken_rows(plan).metric.str.startswith(inventory.PLAN).any()

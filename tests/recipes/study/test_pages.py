@@ -1,4 +1,6 @@
-"""What a study's table shows: comparisons, verdicts on claims, its page, the page over all studies, `qerl compare`."""
+"""Test what a study's table gives: comparisons, verdicts on claims, its page, the page over all studies, and `qerl
+compare`.
+"""
 
 import itertools
 import json
@@ -28,11 +30,11 @@ RATES = {"claim": "larger rates suit b", "pair": ["b", "a"], "expect": "higher",
 
 
 def accuracies(of_a, of_b, first=0):
-    """Rows of the accuracies of two arms, by seed."""
+    """Return rows of the accuracies of two arms, by seed."""
     return [(arm, first + s, 9, "accuracy", v) for arm, of in (("a", of_a), ("b", of_b)) for s, v in enumerate(of)]
 
 
-# The committed studies.
+# These tests are about the committed studies.
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_committed_pages_are_those_of_the_committed_tables(at_root):
     assert pages.overview(at_root, found) == (at_root / "README.md").read_text(), "run: qerl study recipes/studies"
 
 
-# as earlier versions of this code, which computed them otherwise, have published them
+# These are values that earlier versions of this code published, computed differently.
 PUBLISHED = [
     ("smollm2_scales", "planned", "nvfp4_gptq", "bf16", 0.0032, -0.0148, 0.0212, 0.647),
     ("smollm2_scales", "planned", "nvfp4_gptq", "nvfp4", 0.0426, 0.0301, 0.0551, 0.0035),
@@ -101,7 +103,8 @@ def test_the_run_that_a_page_begins_again_is_the_one_it_looks_up(at_root):
     ).groups()
     plan, rows = read(Path(file).parent.with_suffix(".yaml")), read_table(Path(file))
     of = rows[(rows.arm == label) & (rows.seed == int(seed)) & (rows.metric == metric)]
-    assert steps == "1-3" and {1, 2, 3} <= set(of.step) and plan.sweep is None  # so its runs are the first ones
+    # without a sweep its runs are the first ones
+    assert steps == "1-3" and {1, 2, 3} <= set(of.step) and plan.sweep is None
     (run,) = [run for run in first_runs(plan) if (run.label, run.seed) == (label, int(seed))]
     keys = {**run.keys, "config": plan.recipe, "seed": seed, "output_dir": "runs/again"}
     assert {word for word in flags if word.startswith("--")} == {f"--{key}" for key in keys}
@@ -109,7 +112,7 @@ def test_the_run_that_a_page_begins_again_is_the_one_it_looks_up(at_root):
         assert float(flags[f"--{key}"]) == value if isinstance(value, float) else flags[f"--{key}"] == str(value)
 
 
-# What follows from a table.
+# These tests are about what follows from a table.
 
 
 def test_holm_counts_what_has_no_result_yet(study, rows_table):
@@ -184,7 +187,7 @@ def test_runs_whose_answers_do_not_end_are_named_and_left_out(study, rows_table)
     rows += [(arm, s, step, "reward", 0.1) for arm, s, step, *_ in rows]
     rows = rows_table(rows + accuracies([0.5] * 3, [0.60, 0.30, 0.62]))
     values = results.final(rows, None)
-    assert results.cut(values).to_dict() == {("b", 1): pytest.approx(0.9)}  # a tenth itself is not above it
+    assert results.cut(values).to_dict() == {("b", 1): pytest.approx(0.9)}  # exactly a tenth is not above the limit
     (without,) = results.without_cut(plan, values)
     assert without.difference == pytest.approx(0.11) and without.seeds == 2
     page = pages.page(plan, rows, values, Path("study.yaml"), Path(TABLE))
@@ -216,7 +219,7 @@ def test_the_page_follows_from_the_table(study, tmp_path, finish, claimed):
     plan, table = read(file), tmp_path / "made" / TABLE
     out = claimed(plan, tmp_path / "out")
     for one in first_runs(plan):
-        finish(one, out, 0.9 if one.value == 1e-3 else 0.1)  # the sweep's seeds: far from what is compared
+        finish(one, out, 0.9 if one.value == 1e-3 else 0.1)  # the sweep's seeds have values far from those compared
     for one in later_runs(plan, {"a": 1e-3, "b": 1e-3}):
         finish(one, out, {"a": 0.5, "b": 0.6}[one.arm] + 0.01 * one.seed * (1 if one.arm == "a" else 1.1))
     rows = collect(plan, out)
@@ -236,7 +239,7 @@ def test_the_page_follows_from_the_table(study, tmp_path, finish, claimed):
     assert "mean_reward" in metrics and not metrics & {"reward", "last_step"}, "what each step has is no result"
     found = pd.read_csv(table.parent / pages.COMPARISONS)
     assert found.difference.tolist() == pytest.approx([mean] * 3) and found.kind.tolist()[-1] == "claim"
-    # a missing run: the page says so, and compares the seeds that are left
+    # With a run missing, the page says so and compares the remaining seeds.
     write_table(rows[(rows.arm != "b@0.001") | (rows.seed != 1)], table)
     page = conduct(file, table=table).read_text()
     assert "13/14 runs" in page and "| b@0.001 | a@0.001 | 2 |" in page
@@ -248,12 +251,12 @@ def test_the_page_follows_from_the_table(study, tmp_path, finish, claimed):
             conduct(study(afterwards={"answer": wrong}), table=table)
 
 
-# `qerl compare`.
+# These tests are about `qerl compare`.
 
 
 @pytest.fixture
 def file(study, rows_table):
-    """A study of arms a and b over the seeds 0 to 2, with its table."""
+    """Write a study of arms a and b over the seeds 0 to 2, with its table."""
     path = study(sweep=None)
     rows = accuracies([0.5] * 3, [0.6, 0.61, 0.62])
     for seed in (0, 1, 2):
@@ -269,7 +272,8 @@ def file(study, rows_table):
 
 def test_two_arms_are_compared_by_hand(file):
     said = CliRunner().invoke(app, ["compare", "study.yaml", "b", "a"])
-    # differences 0.10, 0.11, 0.12: mean 0.11, standard error 0.01 / sqrt 3, times 4.303 of two degrees of freedom
+    # The differences are 0.10, 0.11, 0.12: mean 0.11, standard error 0.01 / sqrt 3, times 4.303 for two degrees of
+    # freedom.
     assert said.output.strip() == (
         "accuracy: b 0.61, a 0.5; a - b = +0.11, 95 % (t) +0.08516 to +0.1348, p = 0.0027, exact 0.25, not corrected; "
         "unpaired +0.08516 to +0.1348; seeds 0, 1, 2: +0.1, +0.11, +0.12"
@@ -282,14 +286,14 @@ def test_two_arms_are_compared_by_hand(file):
         (("reward",), "reward: b 0.5, a 0.4; a - b = +0.1,"),
         (("reward", "1-2"), "reward over steps 1-2: b 0.15, a 0.15; a - b = +0,"),
         (("reward", "2-3"), "reward over steps 2-3: b 0.3, a 0.25; a - b = +0.05,"),
-        (("reward_area",), "mean_reward: b 13, a 10; a - b = +3,"),  # by its older name, too
+        (("reward_area",), "mean_reward: b 13, a 10; a - b = +3,"),  # the metric's older name
         (("mean_reward",), "seeds 0, 2: +2, +4; left out, since one of the two lacks it: 1"),
-        (("clipped_end",), "clipped_end: b 1.1, a 0.1; a - b = +1,"),  # made from the steps
+        (("clipped_end",), "clipped_end: b 1.1, a 0.1; a - b = +1,"),  # computed from the steps
         (("accuracy", None, Path("other.csv.gz")), "b 0.5, a 0.7; a - b = -0.2"),
     ],
 )
 def test_another_metric_steps_or_table(options, text, file):
-    if options == ("mean_reward",):  # what the table says once, for the run without it
+    if options == ("mean_reward",):  # drop the run whose mean_reward is missing from the table
         rows = read_table(Path("study") / TABLE)
         write_table(
             rows[(rows.arm != "b") | (rows.seed != 1) | ~rows.metric.isin(["reward", "mean_reward"])],
@@ -319,11 +323,13 @@ def test_what_the_table_does_not_have_is_named(given, message, file):
         compare(file, *given)
 
 
-# Judgements by problem.
+# These tests are about judgements by problem.
 
 
 def judge(rng, share, problems, num_samples=1):
-    """An arm of an evaluation as `qerl evaluate` writes it, and what it is of: (problems, samples)."""
+    """Return an arm of an evaluation as `qerl evaluate` writes it, and which answers are right as (problems,
+    samples).
+    """
     right, cut = (rng.random((problems, num_samples)) < part for part in (share, 0.2))
     judged = [
         SimpleNamespace(right=r.tolist(), cut=c.tolist(), share=r.mean(), vote=bool(r[0]))
@@ -372,11 +378,11 @@ def test_judgements_by_problem_come_from_the_evaluation_to_the_comparison(study,
     assert two is not None and two[0] == 47
     few = rows[(rows.arm != "a") | (rows.seed == 0) | ~rows.metric.str.startswith(BY_PROBLEM)]
     assert results.over_problems(plan, few, "b", "a") is None
-    keep(plan, table, tmp_path)  # a study that goes on from its table keeps them
+    keep(plan, table, tmp_path)  # a study that continues from its table keeps these rows
     assert len(collect(plan, tmp_path)) == len(rows)
 
 
-# The page over all studies.
+# These tests are about the page over all studies.
 
 PLAN = {
     "recipe": "recipe.yaml",
@@ -393,7 +399,7 @@ PLAN = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the plans ``one`` and ``two``."""
+    """Make a folder with the plans ``one`` and ``two``."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("model_name_or_path: base\n")
     Path("studies").mkdir()
@@ -403,7 +409,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def of_the_sweep(gains=(0.2, 0.3)):
-    """Rows of the sweep: 3e-4 is the best rate of both arms, ``b`` gains more from the largest rate, by seed."""
+    """Yield rows of the sweep, by seed.
+
+    3e-4 is the best rate of both arms, and ``b`` gains more from the largest rate.
+    """
     for seed, gain in zip((100, 101), gains, strict=True):
         for value, a, b in (("0.0001", 0.1, 0.1), ("0.0003", 0.7, 0.8), ("0.001", 0.2, 0.1 + gain)):
             yield from ((f"a@{value}", seed, 60, "accuracy", a), (f"b@{value}", seed, 60, "accuracy", b))
@@ -426,15 +435,16 @@ def test_the_page_over_all_studies(folder, rows_table):
         and "over all 1, 1: b@0.0003 - a@" in text
     )
     assert "| noise helps | supported (t test only): one |\n" in text
-    assert "| larger rates suit b | inconclusive: one |" in text  # a gains 0.1, b 0.2 and 0.3: it may be chance
+    # a gains 0.1 and b gains 0.2 and 0.3, which may be chance
+    assert "| larger rates suit b | inconclusive: one |" in text
     assert "| more steps help | not tested: no run has them |" in text
-    # 12 of the sweep and 6 at the best value of 12 + 12: those at the common one are missing
+    # 12 runs of the sweep and 6 at the best value are there, of 12 + 12; those at the common value are missing.
     page = (folder / "one/README.md").read_text()
     assert "18/24 runs, 0.8 H200-hours." in page and "And so on." in page and not (folder / "two").exists()
 
 
 def test_what_is_significant_is_corrected_over_all_studies_too(folder, rows_table):
-    """p is 0.034 in either: significant alone, and not among two."""
+    """Check the correction over all studies: p is 0.034 in either, significant alone but not among two."""
     for name in ("one", "two"):
         rows = [*of_the_sweep(), *at_best([0.5] * 3, [0.6, 0.56, 0.62])]
         write_table(rows_table(rows), folder / name / TABLE)

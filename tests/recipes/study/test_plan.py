@@ -1,4 +1,4 @@
-"""A study file: what is refused, which runs it asks for, and what it would run."""
+"""Test a study file: what is refused, which runs it plans, and what it would run."""
 
 from pathlib import Path
 
@@ -98,7 +98,8 @@ def test_an_arm_may_be_another_one_and_more(study):
 
 def test_of_equal_values_the_smaller_one_is_the_best(study):
     plan = read(study(sweep={"key": "beta", "values": [0.2, 0.1], "seeds": [100, 101, 102]}))
-    right = {0.1: (437, 400, 440), 0.2: (417, 385, 475)}  # of 500; the same sum, and not the same sum of floats
+    # of 500 problems; the sums are equal, but not as sums of floats
+    right = {0.1: (437, 400, 440), 0.2: (417, 385, 475)}
     assert sum(n / 500 for n in right[0.1]) < sum(n / 500 for n in right[0.2])
     found = {(arm, 100 + i, value): n / 500 for arm in "ab" for value, of in right.items() for i, n in enumerate(of)}
     assert best_values(plan, found) == {"a": 0.1, "b": 0.1}
@@ -111,13 +112,13 @@ def test_the_best_value_is_chosen_on_seeds_of_its_own(study, tmp_path, finish):
         (arm, seed, value) for arm in "ab" for seed in (100, 101) for value in (1e-4, 1e-3)
     }
     assert all(r.keys == {**plan.arms[r.arm], "learning_rate": r.value} for r in sweep)
-    assert all_runs(plan, tmp_path) == sweep  # nothing is known yet
+    assert all_runs(plan, tmp_path) == sweep  # no sweep result is known yet
     accuracy = {("a", 100): (0.6, 0.2), ("a", 101): (0.2, 0.3), ("b", 100): (0.1, 0.3), ("b", 101): (0.1, 0.3)}
     for one in sweep:
         finish(one, tmp_path, accuracy[one.arm, one.seed][0 if one.value == 1e-4 else 1])
     later = all_runs(plan, tmp_path)[len(sweep) :]
     assert later == later_runs(plan, {"a": 1e-4, "b": 1e-3})
-    # b's best is the common value: those runs serve both
+    # b's best value is the common value, so the same runs serve both
     wanted = {("a", 1e-4, "best"), ("b", 1e-3, "best"), ("a", 1e-3, "common")}
     assert {(r.arm, r.value, r.kind) for r in later} == wanted
     assert {r.seed for r in later} == {0, 1, 2} and len(later) == 9
@@ -141,7 +142,7 @@ def test_the_plan_counts_runs(study):
     text = outline(plan, Path("study.yaml"))
     assert f"= {len(first_runs(plan))}, for the best value" in text and "2 arms x 3 seeds (0, 1, 2) = 6" in text
     assert "greedy (primary: decides): tasks: running_sum" in text and "paired by seed: b - a" in text
-    assert "claim: x. Supported if b's mean_reward is not lower than a's" in text  # by its name of today
+    assert "claim: x. Supported if b's mean_reward is not lower than a's" in text  # the metric's current name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The runs of a study: what is done, in which order and where, what is done again, and what a failure leaves."""
+"""Test how a study runs: which runs are done, in which order and where, which are done again, and what a
+failure leaves.
+"""
 
 import json
 import math
@@ -27,13 +29,13 @@ from qerl_recipes.study.commands import conduct
 from qerl_recipes.study.inventory import all_runs, read_table
 from qerl_recipes.study.plan import Study, StudyError, first_runs, read
 
-pytestmark = pytest.mark.timeout(60)  # a study that begins the same again and again never ends
+pytestmark = pytest.mark.timeout(60)  # a bug that restarts a study forever would never end
 SAMPLED = {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0}
 BOTH = {"greedy": {"tasks": "running_sum"}, "sampled": SAMPLED}
 
 
 def written(*options):
-    """What `qerl evaluate-each` leaves behind."""
+    """Write what `qerl evaluate-each` leaves."""
     for one in options:
         folder = Path(one["output_dir"])
         folder.mkdir(parents=True)
@@ -47,7 +49,10 @@ def name_of(log):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """calls(train, evaluate): take the place of the commands; each gets (run's name, log, options), returns a code."""
+    """Return calls(train, evaluate), which replaces the commands.
+
+    Each gets the run's name, its log and its options, and returns an exit code.
+    """
 
     def replace(train=lambda *_: 0, evaluate=lambda name, log, options: written(*options)):
         made = []
@@ -67,7 +72,7 @@ def calls(monkeypatch):
     return replace
 
 
-# Before anything runs.
+# These tests are about checks before anything runs.
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_tasks_may_be_one_text_with_commas():
 
 
 def test_problems_are_looked_at_as_far_as_they_are_asked(study):
-    # lighteval shuffles them, always alike: the second is the one that is asked
+    # lighteval shuffles them the same way each time, and asks the second one.
     lines = [{"prompt": "a colour", "answer": "blue"}, {"prompt": "2 + 2", "answer": "4"}]
     Path("held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     second = {"tasks": "jsonl-number:held_out.jsonl"}
@@ -137,7 +142,7 @@ def test_what_cannot_be_judged_is_not_trained(error, message, study, finish, tmp
     assert not [path for path in out.iterdir() if path.is_dir()]
     for one in first_runs(plan):
         finish(one, out, 0.5)
-    assert runner.run(plan, out)  # nothing is left to be judged
+    assert runner.run(plan, out)  # every run is finished, so nothing is evaluated
 
 
 @pytest.mark.parametrize(
@@ -150,7 +155,7 @@ def test_what_cannot_be_judged_is_not_trained(error, message, study, finish, tmp
     ],
 )
 def test_a_recipe_that_was_changed_since_is_refused(recipe, message, study, finish, claimed, tmp_path):
-    """Half of the runs would be of one recipe and half of another, and the page would not tell."""
+    """Refuse a changed recipe, since runs of two recipes would mix and the page would not tell."""
     file = study(sweep=None, seeds=[0])
     Path("recipe.yaml").write_text("model_name_or_path: base\nlora_r: 32\n")
     plan, out = read(file), claimed(read(file), tmp_path / "out")
@@ -170,11 +175,11 @@ def test_a_folder_of_another_study_is_left_alone(study, tmp_path, finish, claime
     plan, out = read(study(**options)), tmp_path / "out"
     claimed(plan, out)
     mark = out / "study.json"
-    mark.write_text(mark.read_text().replace("mean_reward", "reward_area"))  # as an older version wrote it
+    mark.write_text(mark.read_text().replace("mean_reward", "reward_area"))  # an older version wrote this name
     for one in first_runs(plan):
         finish(one, out, 0.5)
-    assert runner.run(plan, out)  # all is there: nothing is started
-    texts = {"afterwards": {"claims": [claim]}, "about": "it", "question": "what?"}  # which are no plan
+    assert runner.run(plan, out)  # all results exist, so nothing is started
+    texts = {"afterwards": {"claims": [claim]}, "about": "it", "question": "what?"}  # these are no part of the plan
     assert runner.run(read(study(**options, **texts)), out)
     with pytest.raises(StudyError, match="holds another study: target_reward differ"):
         runner.run(read(study(**options, target_reward=0.7)), out)
@@ -199,7 +204,7 @@ def test_a_missing_base_is_refused_for_what_is_to_be_run(study, finish, claimed,
     assert runner.run(plan, out) and {name[0] for _, name in made} == {"b"}
 
 
-# Processes.
+# These tests are about processes.
 
 SHOWS = """
 import os, sys, time
@@ -212,7 +217,7 @@ raise SystemExit(3)
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine whose commands say which GPU they see, complain, and end with 3."""
+    """Provide a machine whose commands print which GPU they see, complain, and end with 3."""
     (tmp_path / "shows.py").write_text(SHOWS)
     monkeypatch.setattr(runner, "CLI", "shows")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1,2", "A_VARIABLE": "mine"}
@@ -238,7 +243,7 @@ def test_time_is_divided_among_the_runs_that_it_was_for(machine, tmp_path, monke
     monkeypatch.undo()
     line = f"$ qerl evaluate-each for this run and others: see {logs[0]}\n"
     assert [log.read_text() for log in logs[1:]] == [line] * 2
-    for log in logs:  # 18 s of half a device, for three runs
+    for log in logs:  # three runs share 18 s of half a device
         assert json.loads((log.parent / inventory.TIMES).read_text()) == {"device": "H200", "seconds": 3.0}
 
 
@@ -254,7 +259,7 @@ def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_p
 
 
 def test_a_second_ctrl_c_is_answered_too():
-    """A signal's handler runs in the very thread that has the lock."""
+    """Stop twice while the lock is held, since a signal's handler runs in the thread that holds it."""
     machine = runner.Machine("CPU")
 
     class Process:
@@ -285,7 +290,7 @@ def test_a_killed_study_leaves_no_process_behind(tmp_path):
 
 
 def test_a_study_killed_while_it_starts_a_process_leaves_none(tmp_path):
-    """Before that one can ask the kernel for its end."""
+    """Kill the study before the new process can ask the kernel to end it with its parent."""
     script = (
         "import os, signal, time; from pathlib import Path; from types import SimpleNamespace\n"
         "from qerl_recipes.machine import processes\n"
@@ -308,7 +313,11 @@ def test_a_study_killed_while_it_starts_a_process_leaves_none(tmp_path):
     ("jobs", "own", "threads"), [(1, None, None), (2, None, "4"), (3, None, "2"), (9, None, "1"), (2, "7", "7")]
 )
 def test_each_job_gets_its_share_of_the_cores(jobs, own, threads, monkeypatch):
-    """A port that this process has found free for its own engine would be one for the engines of all jobs."""
+    """Check each job's threads.
+
+    MASTER_PORT is removed, because a port found free for one engine would otherwise be given to the engines of all
+    jobs.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("MASTER_PORT", "1234")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -334,7 +343,7 @@ def test_processes_get_the_environment_of_the_command(study, tmp_path, monkeypat
     assert len(seen) == 4 and not any("TORCHINDUCTOR_CACHE_DIR" in given for given in seen)
 
 
-# Order, places and groups.
+# These tests are about order, places and groups.
 
 
 def test_waiting_evaluations_on_the_same_weights_share_a_process(study, calls, tmp_path, monkeypatch):
@@ -343,7 +352,7 @@ def test_waiting_evaluations_on_the_same_weights_share_a_process(study, calls, t
 
     def train(name, log, machine):
         if name == "b/seed-0":
-            until(lambda: groups)  # the first evaluation begins before it ends
+            until(lambda: groups)  # wait until the first evaluation begins
         elif len(trained) == 5:
             until(lambda: len(groups) >= 2)
         trained.append(name)
@@ -391,7 +400,10 @@ def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
 
 @pytest.fixture
 def evaluated(tmp_path, calls):
-    """evaluated(plan, evaluate) -> why runs failed, where all runs of a plan are trained; ``evaluate`` as in calls."""
+    """Return evaluated(plan, evaluate), which treats all runs of a plan as trained and gives the reasons of failures.
+
+    ``evaluate`` is that of ``calls``.
+    """
 
     def finish_all(plan, evaluate):
         for run in all_runs(plan, tmp_path / "out"):
@@ -453,7 +465,7 @@ def test_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_p
             calls.append((arguments, self.share))
             at_work[gpu] += 1
             most[gpu] = max(most[gpu], at_work[gpu])
-        time.sleep(0.02)  # as long as the others need to take a GPU each
+        time.sleep(0.02)  # long enough for the others to take a GPU each
         if arguments[0] == "evaluate-each":
             written(*json.loads(arguments[1]))
         with self.lock:
@@ -491,19 +503,19 @@ def test_an_arm_goes_on_at_its_best_value_while_another_has_failed(study, calls,
         runner.run(plan, out)
     order = [name for command, name in made if command == "train"]
     assert order[:8] == [one.folder for one in first_runs(plan)]
-    # both values are equally good: the smaller one, and the common one beside it; b has no best value
+    # Both values are equally good for a: it runs at the smaller one and at the common one. b has no best value.
     assert order[8:] == [f"a@{value}/seed-{seed}" for value in ("0.0001", "0.001") for seed in (0, 1, 2)]
     made = calls(train)
     with pytest.raises(StudyError, match="ended with 3: qerl: not this one"):
         runner.run(plan, out)
-    assert made == [("train", "b@0.001/seed-101")]  # what is there is not done again
+    assert made == [("train", "b@0.001/seed-101")]  # finished runs are not repeated
 
 
-# Failures and ends.
+# These tests are about failures and ends.
 
 
 def test_what_failed_to_start_is_begun_once_more(study, calls, tmp_path):
-    """What was refused, had begun or was ended is not."""
+    """Start a run again only if it failed to start, not if it was refused, had begun or was ended."""
     plan, out = read(study(sweep=None, seeds=[0, 1, 2, 3])), tmp_path / "out"
     ends = {"a/seed-1": "OSError: address already in use", "a/seed-2": "qerl: no such model", "a/seed-3": "died"}
     called = Counter()
@@ -518,7 +530,7 @@ def test_what_failed_to_start_is_begun_once_more(study, calls, tmp_path):
     def evaluate(name, log, options):
         called[name, "evaluate"] += 1
         if any("b/seed-0" in one["output_dir"] for one in options) and called["b/seed-0", "evaluate"] == 1:
-            return -9  # somebody ended it
+            return -9  # another process killed it
         written(*options)
 
     calls(train, evaluate)
@@ -534,7 +546,7 @@ def test_a_run_that_fails_is_named_and_the_others_have_their_page(study, tmp_pat
     plan, out = read(file), claimed(read(file), tmp_path / "out")
     for one in first_runs(plan):
         if one.folder == "a/seed-0":
-            (out / one.folder / "adapter").mkdir(parents=True)  # trained, as it seems: what fails is the evaluation
+            (out / one.folder / "adapter").mkdir(parents=True)  # it looks trained, so only its evaluation fails
         else:
             finish(one, out, 0.5)
     said = CliRunner().invoke(app, ["study", str(file), "--output", str(out), "--jobs", "2"])
@@ -576,7 +588,10 @@ def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
 
 
 def test_what_a_study_leaves_is_there_as_a_whole(study, tmp_path, monkeypatch, calls, rows_table):
-    """Whoever sums up a folder of studies while one is at work, or after a power cut, finds no half of a file."""
+    """Check that files are written as a whole.
+
+    Whoever sums up studies while one runs, or after a power cut, must find no partial file.
+    """
     plan, out = read(study(sweep=None)), tmp_path / "out"
     calls(lambda *_: 1)
     for write in ("write_text", "write_bytes"):
@@ -610,7 +625,7 @@ def test_a_training_that_a_killed_study_left_is_waited_for(study, calls, claimed
         except BlockingIOError:
             refused.append(folder)
             if len(refused) == 2:
-                os.close(handle)  # the training ends
+                os.close(handle)  # the training ends here
             raise
 
     def train(name, log, machine):
@@ -629,7 +644,9 @@ def test_a_training_that_a_killed_study_left_is_waited_for(study, calls, claimed
 @pytest.mark.timeout(600)
 @pytest.mark.integration
 def test_a_killed_study_ends_as_one_that_was_not(tmp_path):
-    """Two arms of the demo, one seed; killed by the clock once, the same first steps as a run that was left alone."""
+    """Run two arms of the demo with one seed, killed once, and compare its first steps with those of an
+    undisturbed run.
+    """
     root = Path(__file__).parents[3]
     keys = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     keys["model_name_or_path"] = str(root / "recipes/demo/starting_model")

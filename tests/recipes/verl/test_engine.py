@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine on the frozen model: what it computes, trains and sends."""
+"""Test verl's FSDP2 engine on the frozen model: what it computes, trains and sends."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("verl_on_a_cpu")
 
 @pytest.fixture(scope="module")
 def group(verl_on_a_cpu, hold_port):
-    """verl's engines ask for a process group; of one here."""
+    """Start a process group of one, which verl's engines need."""
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{hold_port()}", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -26,7 +26,9 @@ def folder(make_nvfp4) -> Path:
 
 @pytest.fixture
 def start(group, folder, monkeypatch):
-    """start(model={}, actor={}, checkpoint={}) -> what verl's registry has for fsdp2 on an NVIDIA GPU, on this CPU."""
+    """Return start(model={}, actor={}, checkpoint={}), which builds on this CPU verl's fsdp2 engine for an
+    NVIDIA GPU.
+    """
     from verl_engines import build
 
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
@@ -36,7 +38,9 @@ def start(group, folder, monkeypatch):
 
 @torch.no_grad()
 def expected_logprobs(folder, tensors, config):
-    """Of the frozen model with that PEFT adapter, rounded as by the rollout, without verl."""
+    """Compute the log-probabilities without verl: the frozen model with this PEFT adapter, rounded as in the
+    rollout.
+    """
     import peft
     from verl_engines import PROMPTS
 
@@ -71,7 +75,7 @@ def test_it_trains_the_adapter_alone_on_the_bytes_of_the_checkpoint(start, folde
     assert all(bool(tensor.any()) for tensor in tensors.values())
     untouched = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()}
     for measured, sent in ((trained, tensors), (base, untouched)):
-        # log-probabilities of float32: bf16 ones would be up to 0.017 away
+        # These are log-probabilities in float32; bf16 ones would differ by up to 0.017.
         assert float((measured - expected_logprobs(folder, sent, config)).abs().max()) < 1e-5
     assert float((trained - base).abs().max()) > 0.4
 
@@ -140,7 +144,10 @@ def test_a_checkpoint_goes_on_and_gives_a_peft_adapter(start, folder, tmp_path):
 
 
 def test_two_ranks_compute_the_same_and_send_one_adapter(folder, hold_port, start_process, tmp_path):
-    """Each holds half of every trained tensor and has prompts of its own; frozen weights come from the first rank."""
+    """Run two ranks with their own prompts, each holding half of every trained tensor.
+
+    The frozen weights come from the first rank.
+    """
     script = Path(__file__).parents[2] / "fixtures" / "verl" / "verl_engines.py"
     port, environment = hold_port(), {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

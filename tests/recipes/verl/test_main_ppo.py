@@ -1,4 +1,6 @@
-"""verl's own program on a CPU, with the keys of verl.md: two ranks of its trainer, engines of one and two ranks."""
+"""Run verl's own program on a CPU with the keys of verl.md: two ranks of its trainer, and engines of one and
+two ranks.
+"""
 
 import os
 from pathlib import Path
