@@ -1,4 +1,4 @@
-"""The KV cache under CUDA graphs gives its memory back while a trainer works on the engine's weights.
+"""Test that the KV cache under CUDA graphs frees its memory while a trainer works on the engine's weights.
 
 A process that is killed while the cache is released leaves nothing behind: the driver frees the memory of a process
 with it, and no file depends on the cache. A killed run resumes from its last checkpoint, whatever the engine was at;

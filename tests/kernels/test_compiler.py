@@ -1,3 +1,5 @@
+"""Test how kernel sources are assembled, compiled by NVRTC and kept in the cache folder."""
+
 import os
 import resource
 import tempfile

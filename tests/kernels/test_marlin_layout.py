@@ -1,3 +1,5 @@
+"""Test repacking weights and scales to Marlin's layout and back."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Test ``qerl serve``: which models it refuses before the server starts, and the command that it makes."""
+
 import shutil
 from pathlib import Path
 
