@@ -10,7 +10,6 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 
 from qerl_vllm_plugin.weights.formats import expand_fp8
 from qerl_vllm_plugin.weights.linear import Arrivals, Loader
-from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 
 @register_weight_loader_v2_supported_method
@@ -73,9 +72,8 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
         """Expand the layer from FP8. Raises CheckpointError if a tensor never arrived or is not finite."""
         if not isinstance(getattr(layer, "weight_scale", None), Parameter):
             return super().process_weights_after_loading(layer)  # it has been expanded already
-        for name, arrivals in self.arrivals.items():
-            if not arrivals.complete and not self.is_dummy:
-                raise CheckpointError(f"{self.prefix}.{name} is missing from the checkpoint, or only a part is there")
+        for arrivals in () if self.is_dummy else self.arrivals.values():
+            arrivals.check()
         weight = expand_fp8(self.prefix, layer.weight.data, layer.weight_scale.data).to(self.params_dtype)
         del layer.weight, layer.weight_scale, layer.input_scale
         layer.weight = Parameter(weight, requires_grad=False)

@@ -95,12 +95,8 @@ class QerlLinearMethod(LinearMethodBase):
         Raises CheckpointError.
         """
         if not self.is_dummy:
-            for name, arrivals in self.arrivals.items():
-                if not arrivals.complete:
-                    raise CheckpointError(
-                        f"{self.prefix}.{name} is missing from the checkpoint, or only a part of it is there; "
-                        "quantize the model again (qerl quantize)"
-                    )
+            for arrivals in self.arrivals.values():
+                arrivals.check("; quantize the model again (qerl quantize)")
             self._note_groups(layer, self.arrivals[self.format.codes])
         self._take_canonical_names(layer)
         if self.is_dummy:
@@ -158,7 +154,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
         self._describe(layer, K, output_partition_sizes, params_dtype)
         self.device = torch.get_default_device()
         self.load: Loader = extra["weight_loader"]
-        self.arrived = Arrivals(len(output_partition_sizes))
+        self.arrived = Arrivals(len(output_partition_sizes), f"{self.prefix}.weight")
 
         def load_part(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
             self._load_part(layer, loaded, *shard)
@@ -213,8 +209,8 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
         """Move the layer to its layout. Raises CheckpointError if a part of the weight never arrived."""
         if self.is_dummy:
             _fill_dummy(layer)
-        elif not self.arrived.complete:
-            raise CheckpointError(f"{self.prefix}.weight is missing from the checkpoint, or only a part of it is there")
+        else:
+            self.arrived.check()
         self._note_groups(layer, self.arrived)
         self.layout = self.layout.prepare(layer)
 
@@ -254,7 +250,7 @@ class Arrivals:
     ``groups`` are the sets of parts that came together as one tensor.
     """
 
-    def __init__(self, parts: int, name: str = "") -> None:
+    def __init__(self, parts: int, name: str) -> None:
         self.parts, self.name = parts, name
         self.seen: set[Any] = set()
         self.groups: set[tuple[int, ...]] = set()
@@ -267,6 +263,11 @@ class Arrivals:
     @property
     def complete(self) -> bool:
         return "all" in self.seen or None in self.seen or len(self.seen) >= self.parts
+
+    def check(self, way_out: str = "") -> None:
+        """Raise CheckpointError, which ends with ``way_out``, if a part has not been loaded."""
+        if not self.complete:
+            raise CheckpointError(f"{self.name} is missing from the checkpoint, or only a part of it is there{way_out}")
 
     def counting(self, load: Loader) -> Loader:
         def load_and_count(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:

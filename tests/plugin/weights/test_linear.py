@@ -27,7 +27,7 @@ from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
     ],
 )
 def test_a_layer_is_complete_when_all_its_parts_have_come(came, is_complete):
-    arrivals = Arrivals(3)
+    arrivals = Arrivals(3, "model.layers.0.mlp.gate_up_proj.weight")
     for shard in came:
         arrivals.add(*shard)
     assert arrivals.complete == is_complete
@@ -36,7 +36,8 @@ def test_a_layer_is_complete_when_all_its_parts_have_come(came, is_complete):
 @pytest.mark.parametrize("lacking", COMPRESSED.packed_names)
 def test_a_packed_layer_of_which_a_part_has_not_come_is_refused(lacking):
     method = QerlLinearMethod("model.layers.0.mlp.gate_up_proj")
-    method.is_dummy, method.arrivals = False, {name: Arrivals(2) for name in COMPRESSED.packed_names}
+    method.is_dummy = False
+    method.arrivals = {name: Arrivals(2, f"{method.prefix}.{name}") for name in COMPRESSED.packed_names}
     for name, arrivals in method.arrivals.items():
         arrivals.add(0)
         if name != lacking:
@@ -68,7 +69,7 @@ def test_a_divisor_that_was_never_filled_is_refused(format, monkeypatch):
 
 def test_a_bf16_layer_of_which_a_part_has_not_come_is_refused():
     method = QerlOnlineLinearMethod("model.layers.0.mlp.gate_up_proj")
-    method.is_dummy, method.arrived = False, Arrivals(2)
+    method.is_dummy, method.arrived = False, Arrivals(2, f"{method.prefix}.weight")
     method.arrived.add(1)
     with pytest.raises(CheckpointError, match=r"gate_up_proj\.weight is missing from the checkpoint, or only a part"):
         method.process_weights_after_loading(torch.nn.Module())
