@@ -67,11 +67,11 @@ def written(value: Any) -> str:
 def is_exactly(text: str, answer: str) -> bool:
     """Return True if ``text`` gives ``answer``, letter for letter.
 
-    The answer is the last block or box; without one it is the whole text. The reward ``exact_answer`` and the
-    evaluation ``jsonl-exact:`` both use this rule.
+    The answer is the last block, or the last box in it; without a block it is the last box, else the whole text. The
+    reward ``exact_answer`` and the evaluation ``jsonl-exact:`` both use this rule.
     """
     extracted = answer_in(text)
-    return answer.strip() == (text.strip() if extracted is None else extracted)
+    return answer.strip() in (text.strip() if extracted is None else extracted, answer_block(text))
 
 
 def last_number(text: str) -> Decimal | None:
