@@ -31,6 +31,8 @@ def commands():
         if "qerl " not in line:
             continue
         words = shlex.split(line.replace("[", " ").replace("]", " "), comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment before the command
+            words = words[1:]
         if words[:1] == ["qerl"] and words[1:2] != ["COMMAND"]:
             yield group, words[1:]
 
@@ -69,6 +71,9 @@ def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(64)]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (reward,) = [block for kind, block in BLOCKS if kind == "python" and block.startswith("# my_rewards.py\n")]
+    (tmp_path / "my_rewards.py").write_text(reward)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QERL_ADMIN_TOKEN", "what-openssl-prints-for-a-page")  # rollouts from a server need it
     monkeypatch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
@@ -152,7 +157,7 @@ def test_the_tables_hold_the_figures_of_the_committed_files():
         [step("14B", arm) for arm in ("bf16", "nf4", "qerl_nvfp4")],
         [step("14B_checkpointed", "bf16"), "", step("14B_checkpointed", "qerl_nvfp4")],
         ["does not fit [2]", "not supported", step("30B-A3B_80GB", "qerl_nvfp4")],
-        ["does not fit", "", step("32B", "qerl_nvfp4")],
+        ["does not fit, by plan", "", step("32B", "qerl_nvfp4")],
     ]
     assert f"QeRL took {old['qerl_nvfp4']} and BF16 {old['bf16'].removesuffix(' s')}" in TEXT.replace("\n", " ")
     assert f"takes {step('30B-A3B', 'bf16').split()[2]} GB without" in TEXT.replace("\n", " ")
