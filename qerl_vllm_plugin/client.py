@@ -8,6 +8,7 @@ import functools
 import json
 import ssl
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -75,8 +76,8 @@ class PolicyRefusedError(RuntimeError):
         self.status, self.reason = status, reason
 
 
-class _Client:
-    """What both clients share: the calls, the ways of an adapter, and the reading of answers.
+class _Client(ABC):
+    """Make the calls, choose the way of an adapter and read the answers, for both clients.
 
     ``answered`` is the server's last answer; after a change it holds the seconds by part, too.
     """
@@ -128,13 +129,13 @@ class _Client:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._options['base_url']})"  # without token, user and password
 
+    @abstractmethod
     async def _send(self, call: Call) -> dict[str, Any]:
         """Send a call and return the server's answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _enter(self, block: AbstractContextManager[T], held: ExitStack) -> T:
         """Enter a block that takes a while, without holding up what else runs here; ``held`` leaves it."""
-        raise NotImplementedError
 
     async def _swap(
         self, tensors: Tensors | None, config: Any, norms: Tensors | None, version: int | None, requests: str
