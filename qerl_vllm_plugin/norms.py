@@ -41,7 +41,7 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
 
 
 class QerlRMSNorm(RMSNorm):
-    """vLLM's RMSNorm, with an fp32 weight under qerl_nvfp4 and unchanged elsewhere."""
+    """Replace vLLM's RMSNorm: the weight is fp32 under qerl_nvfp4, and nothing changes elsewhere."""
 
     weight: torch.nn.Parameter
 
@@ -76,7 +76,7 @@ class QerlRMSNorm(RMSNorm):
 
 
 class QerlGemmaRMSNorm(GemmaRMSNorm):
-    """vLLM's norm that multiplies by 1 + w, with an fp32 w under qerl_nvfp4 and unchanged elsewhere."""
+    """Replace vLLM's norm that multiplies by 1 + w: w is fp32 under qerl_nvfp4, and nothing changes elsewhere."""
 
     weight: torch.nn.Parameter
 

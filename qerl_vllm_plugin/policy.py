@@ -40,7 +40,7 @@ VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What ``Policy.set_noise`` has done.
+    """Report what ``Policy.set_noise`` has done.
 
     ``noisy_norms`` is the number of norms that carry noise, 0 at sigma 0. ``swallowed`` is the share of their weights
     that rounding left unchanged.
@@ -63,7 +63,7 @@ class NoiseReport:
 
 @dataclass(frozen=True)
 class PolicyState:
-    """What an engine serves: the policy's version and its noise.
+    """Describe what an engine serves: the policy's version and its noise.
 
     ``version`` counts swaps. ``norms`` and ``adapter`` are SHA-256 digests of the tensors' bits, or None unless digests
     were asked for. They come from the first rank of each pipeline stage.

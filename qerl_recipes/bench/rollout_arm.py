@@ -1,4 +1,4 @@
-"""One arm of ``qerl bench rollout``, in a process of its own: its engine, and the cases that the engine is timed on."""
+"""Time one arm of ``qerl bench rollout`` in a process of its own: start its engine and run its cases."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""One arm of ``qerl bench train``, in a process of its own: GRPO steps, then forward and backward alone.
+"""Time one arm of ``qerl bench train`` in a process of its own: GRPO steps, then forward and backward alone.
 
 The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps. This module is also the
 plugin that offers the recipe's data set, reward and engine under the name ``bench``.

@@ -85,7 +85,7 @@ class Benchmark:
 
 
 class _Mathematics:
-    """What math-verify has parsed from an answer; two are equal if math-verify verifies one against the other."""
+    """Hold what math-verify has parsed from an answer; two are equal if math-verify verifies one against the other."""
 
     def __init__(self, parsed: list[Any]) -> None:
         self.parsed = parsed

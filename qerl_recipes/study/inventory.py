@@ -292,7 +292,7 @@ def _model(study: Study, run: Run) -> str:
 
 
 def keep(study: Study, table: Path, folder: Path) -> None:
-    """From now on, count the runs that ``table`` has as finished in ``folder``, and no others of an earlier table.
+    """Count from now on the runs that ``table`` has as finished in ``folder``, and no others of an earlier table.
 
     Raises StudyError, before anything is kept, for a file that is no table, and for a run that is not of this study,
     was made by other keys, lacks an evaluation, or does not say by which keys and on which base it was trained.

@@ -47,7 +47,7 @@ def _in_float32(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...], logits:
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])
 class FrozenEngine(FSDPEngineWithLMHead):
-    """verl's engine for a LoRA adapter in ``fsdp_config.model_dtype`` on frozen NVFP4 weights.
+    """Train, as verl's engine, a LoRA adapter in ``fsdp_config.model_dtype`` on frozen NVFP4 weights.
 
     FSDP2 shards only parameters. Packed weights and norms are buffers, so every rank holds them whole.
     """

@@ -42,7 +42,7 @@ class LoraSlots:
         self.dtype: torch.dtype = self._manager.lora_config.lora_dtype
 
     def _keep_others_out(self) -> None:
-        """From now on, refuse another adapter that uses the policy's LoRA id, or that the policy leaves no slot for.
+        """Refuse from now on another adapter that uses the policy's LoRA id, or that the policy leaves no slot for.
 
         vLLM knows adapters by their id alone and would serve a foreign request under this id with the policy.
         """

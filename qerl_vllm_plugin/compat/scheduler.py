@@ -46,11 +46,11 @@ class _Quicker:
 
 
 class QerlScheduler(_Quicker, Scheduler):
-    """vLLM's synchronous scheduler with the quick steps."""
+    """Schedule as vLLM's synchronous scheduler does, with the quick steps."""
 
 
 class QerlAsyncScheduler(_Quicker, AsyncScheduler):
-    """vLLM's scheduler for asynchronous scheduling, with the quick steps."""
+    """Schedule as vLLM's asynchronous scheduler does, with the quick steps."""
 
 
 def scheduler(vllm_config: Any, **options: Any) -> Scheduler:

@@ -17,7 +17,7 @@ logger = init_logger("vllm.qerl")
 
 
 class EndpointPlugin:
-    """vLLM's endpoint plugin for /v1/qerl; it adds routes only if an admin token is configured."""
+    """Serve /v1/qerl as vLLM's endpoint plugin; it adds routes only if an admin token is configured."""
 
     name = "qerl"
     required_tasks = ("generate",)

@@ -210,7 +210,7 @@ class Quiesce:
 
 
 class _Turn:
-    """One change that waits for the engine: how long it may, and whether its caller still waits."""
+    """Describe a change that waits for the engine: how long it may, and whether its caller still waits."""
 
     def __init__(self, quiesce: Quiesce, change: str, mode: str, is_gone: Look) -> None:
         self._quiesce, self.change, self.mode, self._is_gone = quiesce, change, mode, is_gone

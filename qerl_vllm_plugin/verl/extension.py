@@ -23,7 +23,7 @@ DELTAS = "this engine keeps its NVFP4 weights and takes no deltas to them; set r
 
 
 class Extension(vLLMColocateWorkerExtension):
-    """verl's extension of a vLLM worker, for frozen weights: what verl sends is swapped in as the policy's adapter.
+    """Extend a vLLM worker for verl with frozen weights: what verl sends is swapped in as the policy's adapter.
 
     verl's transport is unchanged: buckets over ZeroMQ, with CUDA IPC or shared memory.
     """

@@ -78,7 +78,7 @@ def _unusable_values(keys: Noise) -> list[str]:
 
 
 class NoisyAgentLoopManager(AgentLoopManagerTQ):
-    """verl's agent loop manager for synchronous runs, which sets the noise of a rollout before its first request."""
+    """Set the noise of a rollout before its first request, as verl's agent loop manager for synchronous runs."""
 
     def __init__(self, config: Any, llm_client: Any, *args: Any, **keywords: Any) -> None:
         super().__init__(config, llm_client, *args, **keywords)

@@ -79,7 +79,7 @@ def memory_warning(rollout: Any, engine_kwargs: Mapping[str, Any]) -> str | None
 
 
 class Server(vLLMHttpServer):
-    """verl's server of one replica; ``policy_version`` is the version of the last adapter, and is in every answer."""
+    """Serve one replica for verl; ``policy_version`` is the version of the last adapter, and is in every answer."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         """Raise ValueError for a configuration that cannot be honoured; the message names every key."""
@@ -191,7 +191,7 @@ def with_policy(given: Any, rank: int) -> dict[str, Any]:
 
 
 class Replica(vLLMReplica):
-    """verl's replica, which starts ``Server`` in place of verl's own server."""
+    """Start ``Server`` for verl's replica, in place of verl's own server."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)

@@ -36,7 +36,7 @@ IGNORED_SUFFIX = ".self_attn.rotary_emb.inv_freq"  # old Llama checkpoints store
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What ``inspect_folder`` found in a folder; ``scheme`` is None for an unquantized checkpoint.
+    """Report what ``inspect_folder`` found in a folder; ``scheme`` is None for an unquantized checkpoint.
 
     ``complete`` is true for an architecture whose every tensor was compared with config.json. For others only the files
     and the quantized tensors were checked.

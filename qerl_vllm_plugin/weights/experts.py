@@ -96,7 +96,7 @@ def share_scales(w13: torch.Tensor, w2: torch.Tensor, prefix: str, *, has_slots:
 
 
 class _Bf16Experts(UnquantizedFusedMoEMethod):
-    """vLLM's method for BF16 experts, which also refuses a checkpoint that lacks an expert.
+    """Compute BF16 experts by vLLM's method, and refuse a checkpoint that lacks an expert.
 
     vLLM's own would serve uninitialized memory in the place of a missing expert.
     """

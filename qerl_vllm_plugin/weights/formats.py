@@ -44,7 +44,7 @@ FP8_KEYS = {"strategy": ("tensor", "channel"), "symmetric": (True,), "dynamic": 
 
 @dataclass(frozen=True)
 class Want:
-    """What a tensor must be: one of ``dtypes`` and one of ``shapes``. An ``optional`` tensor may be missing."""
+    """Describe a tensor that must be there: one of ``dtypes`` and of ``shapes``. An ``optional`` one may be missing."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

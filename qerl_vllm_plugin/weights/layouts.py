@@ -52,7 +52,10 @@ class Tiled:
     """
 
     def __init__(self, fixed_order: bool = False) -> None:
-        """With ``fixed_order``, a token's sums have the same order in every batch, and there is no fallback kernel."""
+        """Set up the layout.
+
+        With ``fixed_order``, a token's sums have the same order in every batch, and there is no fallback kernel.
+        """
         self.fixed_order = fixed_order
 
     def prepare(self, layer: torch.nn.Module) -> Layout:

@@ -35,7 +35,7 @@ class ActivationOverflow(ValueError):
 
 
 class Calls(list[tuple[str, torch.Tensor, torch.Tensor]]):
-    """One entry for each call of a module with outputs in the watched dtype, in the order in which the calls end.
+    """Record each call of a module with outputs in the watched dtype, in the order in which the calls end.
 
     An entry has the module's name, the largest magnitude of its outputs, and the magnitude without overflow. The last
     equals the second where it is not computed. Both are () fp32.

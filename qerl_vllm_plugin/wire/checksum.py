@@ -67,7 +67,7 @@ def _columns(words: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(sums: Sequence[torch.Tensor]) -> list[int]:
-    """For each tensor in ``sums``, of shape (n,), return the sum of its mixed words mod 2^64."""
+    """Return, for each tensor in ``sums``, of shape (n,), the sum of its mixed words mod 2^64."""
     values = torch.cat(list(sums))
     lengths = torch.tensor([len(part) for part in sums], device=values.device)
     owner = torch.repeat_interleave(torch.arange(len(sums), device=values.device), lengths, output_size=len(values))

@@ -110,7 +110,7 @@ class _Part(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Where tensors lie in ``size`` bytes; ``text`` says so as a JSON string that holds JSON."""
+    """Describe where tensors lie in ``size`` bytes; ``text`` says so as a JSON string that holds JSON."""
 
     parts: list[_Part]
     size: int

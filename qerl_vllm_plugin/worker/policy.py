@@ -45,7 +45,7 @@ LARGEST_NORM = 100.0
 
 @dataclass
 class WorkerPolicy:
-    """One worker's part of the policy, kept on its model.
+    """Hold one worker's part of the policy; it is kept on the worker's model.
 
     ``layers`` are the norm layers, and ``carrier`` holds the adapter. Both are looked up once, because the lookup takes
     longer than a swap. ``targets`` and ``sizes`` describe the linears and norms of the whole model, of which a pipeline
