@@ -15,7 +15,6 @@ from engine_client import EngineClient, vllm_config
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
-from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.server import quiesce
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
 from qerl_vllm_plugin.server.quiesce import lock
@@ -351,16 +350,18 @@ def test_a_change_whose_caller_has_gone_is_not_made(somebody):
     with_servers(use)
 
 
-def test_a_change_gone_from_the_line_leaves_another_to_drain(monkeypatch):
+def test_a_change_gone_from_the_line_leaves_another_to_drain():
     """The first change had paused the engine itself before somebody else did. After that pause it no longer owes
     anybody a resumption."""
-    monkeypatch.setattr(quiesce, "GLANCE", 0.2)
 
     async def use(core, *servers):
-        left, pause = [], core.pause
+        has_left, may_end, pause = asyncio.Event(), asyncio.Event(), core.pause
 
         async def is_gone():
-            return bool(left)
+            if servers[0]._quiesce._made is None and "resume" in core.said:  # it is no longer first in the line
+                has_left.set()
+                await may_end.wait()
+            return has_left.is_set()
 
         async def put_back(mode):
             core.said.append(f"pause {mode}")
@@ -372,11 +373,12 @@ def test_a_change_gone_from_the_line_leaves_another_to_drain(monkeypatch):
         await said(core, "resume")
         core.running = 1
         paused = asyncio.create_task(servers[0].client.pause_generation(mode="wait"))
-        await asyncio.sleep(2 * engine_client.BREATH)  # the first change notices the pause and leaves the queue
+        await has_left.wait()
         await servers[0].client.resume_generation()
         second = asyncio.create_task(noise(servers[1], "wait"))
-        await asyncio.sleep(2 * quiesce.GLANCE)  # the first change is in the queue again
-        left.append(True)
+        while core.said.count("pause wait") < 3:  # the second change has the line and lets requests end
+            await asyncio.sleep(0.001)
+        may_end.set()
         with pytest.raises(Refused, match="the caller has gone"):
             await first
         assert core.state == "lets requests end" and not second.done()
