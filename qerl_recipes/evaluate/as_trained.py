@@ -24,6 +24,8 @@ TASK_OF = {
     "dapo_math_17k": "math_500",
     "open-r1/DAPO-Math-17k-Processed": "math_500",
 }
+HELD_OUT = "held_out.jsonl"  # of a run's folder: the problems that its data held out, where no other task has them
+UNKNOWN = "TASKS"
 # Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
 # from the tokens; the trainer decodes tokens itself, without them.
 NOT_TAKEN = {
@@ -151,31 +153,42 @@ def command(run: str | Path, state: Mapping[str, Any]) -> str:
     """Return the shell command that evaluates the run in the folder ``run``.
 
     ``state`` is the content of its qerl_state.json. The task tests what the run's data set teaches; if none is known,
-    the word TASKS stands in its place.
+    the word TASKS stands in its place. The problems that the run has left in its folder are known, too.
     """
     words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
     words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks"]
-    words += [_task_of(state.get("recipe") or {}), "--output_dir", f"{run}/evaluation"]
+    words += [_task_of(run, state.get("recipe") or {}), "--output_dir", f"{run}/evaluation"]
     return shlex.join(words)
 
 
-def _task_of(recipe: Mapping[str, Any]) -> str:
+def needs_held_out(run: str | Path, recipe: Mapping[str, Any]) -> bool:
+    """Return True if a file ``HELD_OUT`` in the folder ``run`` would give ``command`` a task, and no other does.
+
+    A task must judge as a reward of the run did.
+    """
+    is_judged = not JUDGED_BY.keys().isdisjoint(recipe.get("reward_funcs") or ())
+    return is_judged and _task_of(run, recipe) == UNKNOWN
+
+
+def _task_of(run: str | Path, recipe: Mapping[str, Any]) -> str:
     """Return the task that tests what a run has learnt, or the word TASKS if none is known.
 
-    A local data set becomes a local task that judges as the run's reward did. Its test.jsonl is preferred.
+    A local data set becomes a local task that judges as the run's reward did. Its test.jsonl is preferred, and the
+    problems that the run has left in its folder come last.
     """
     dataset = recipe.get("dataset_name")
     if dataset in TASK_OF:
         return TASK_OF[dataset]
     rewards = recipe.get("reward_funcs") or ()
     judged = next((task for reward, task in JUDGED_BY.items() if reward in rewards), MATH)
-    for path in () if dataset is None else (Path(dataset) / "test.jsonl", Path(dataset)):
+    paths = () if dataset is None else (Path(dataset) / "test.jsonl", Path(dataset))
+    for path in (*paths, Path(run) / HELD_OUT):
         try:
             read_problems(path)
         except (ValueError, OSError):
             continue
         return f"{judged}{path.absolute()}"
-    return "TASKS"
+    return UNKNOWN
 
 
 def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Write the held-out problems of a recipe to a file for `qerl evaluate --tasks jsonl-number:FILE`.
+"""Write held-out problems to a file for `qerl evaluate`: those of a recipe for `--tasks jsonl-number:FILE`.
 
 python -m qerl_recipes.tasks.held_out --config RECIPE.yaml OUT.jsonl
 """
@@ -7,6 +7,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+
+from datasets import Dataset
 
 from qerl_recipes.hooks import collect
 from qerl_recipes.recipe.configs import parse
@@ -21,8 +23,15 @@ def lines(recipe: str | Path) -> str:
     """
     script, _, _ = parse(["--config", str(recipe)])
     _, held_out = read(script, collect("qerl_datasets"))
-    if held_out is None or "answer" not in held_out.column_names:
+    if not (text := as_lines(held_out)):
         raise ConfigError(f"{recipe}: its data hold no problems with an answer out; name a dataset_test_split")
+    return text
+
+
+def as_lines(held_out: Dataset | None) -> str:
+    """Return held-out problems as ``lines`` does; empty if there are none, or none with an answer."""
+    if held_out is None or "answer" not in held_out.column_names:
+        return ""
     rows = zip(held_out["prompt"], held_out["answer"], strict=True)
     return "".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows)
 

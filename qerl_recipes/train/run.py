@@ -14,6 +14,7 @@ from qerl_recipes.machine.environment import prepare
 
 if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has set the environment they read
     import torch
+    from datasets import Dataset
     from peft import PeftConfig
     from transformers import PreTrainedModel
 
@@ -27,7 +28,8 @@ def main(argv: Sequence[str]) -> None:
     """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
 
     Everything that can be refused is refused before the model loads. The adapter is saved in ``<output_dir>/adapter``,
-    checkpoints beside it. SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken.
+    checkpoints beside it, and the held-out problems as held_out.jsonl if no task of `qerl evaluate` has them. SIGTERM
+    ends the run after the step in progress, with a checkpoint where one may be taken.
     SIGINT (Ctrl-C) ends the run at once and says what is kept. ``--help`` prints the keys.
 
     Raises ValueError or a subclass for what cannot be honoured and for a run that does not fit the GPU. Raises
@@ -82,7 +84,7 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
                 raise SystemExit(143)
             finish(trainer)
     if is_main:
-        _print_next_commands(Path(training.output_dir))
+        _print_next_commands(Path(training.output_dir), checked.rows[1])
 
 
 def _announce(checked: "Checked") -> None:
@@ -96,11 +98,16 @@ def _announce(checked: "Checked") -> None:
         print(f"memory plan: {checked.plan.line()}", file=sys.stderr)
 
 
-def _print_next_commands(output_dir: Path) -> None:
-    from qerl_recipes.evaluate.as_trained import command
+def _print_next_commands(output_dir: Path, held_out: "Dataset | None") -> None:
+    """Print the commands that evaluate and report; leave the problems held out in the folder if the first needs it."""
+    from qerl_recipes.evaluate.as_trained import HELD_OUT, command, needs_held_out
     from qerl_recipes.files.adapter import open_adapter
+    from qerl_recipes.tasks.held_out import as_lines
 
-    print(f"adapter: {output_dir / 'adapter'}; next:\n  {command(output_dir, open_adapter(output_dir).state)}")
+    saved = open_adapter(output_dir)
+    if needs_held_out(output_dir, saved.recipe) and (problems := as_lines(held_out)):
+        (output_dir / HELD_OUT).write_text(problems, encoding="utf-8")
+    print(f"adapter: {output_dir / 'adapter'}; next:\n  {command(output_dir, saved.state)}")
     print(f"  {shlex.join(['qerl', 'report', str(output_dir)])}")
 
 

@@ -226,6 +226,25 @@ def test_the_printed_command_asks_for_what_was_taught(
     )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "task"),
+    [
+        ({"dataset_name": "pick_number", "reward_funcs": ["last_number"]}, "jsonl-number:"),
+        ({"reward_funcs": ["exact_answer"]}, "jsonl-exact:"),  # a mixture of data sets
+        ({"dataset_name": "reasoning_gym", "reward_funcs": ["reasoning_gym"]}, None),
+        ({"dataset_name": "gsm8k", "reward_funcs": ["accuracy"]}, None),
+    ],
+    ids=str,
+)
+def test_held_out_problems_become_the_task(recipe: dict[str, Any], task: str | None, tmp_path: Path) -> None:
+    assert as_trained.needs_held_out(tmp_path, recipe) == (task is not None)
+    if task is not None:
+        file = tmp_path / as_trained.HELD_OUT
+        file.write_text(json.dumps(ROW))
+        assert f" --tasks {task}{file} " in as_trained.command(tmp_path, {"recipe": recipe})
+        assert not as_trained.needs_held_out(tmp_path, recipe)
+
+
 def test_a_task_of_the_training_file_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine, folder = {"dataset_name": "mine.jsonl"}, {"dataset_name": str(tmp_path / "data")}

@@ -1,6 +1,7 @@
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -13,6 +14,8 @@ import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from qerl_recipes.evaluate.request import Evaluation
+from qerl_recipes.evaluate.run import settle
 from qerl_recipes.files import base_model, run_state
 from qerl_recipes.files.adapter import AdapterFolder, open_adapter
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state, starting_point
@@ -21,6 +24,7 @@ from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import prompts
+from qerl_recipes.tasks.held_out import lines
 from qerl_recipes.train import mismatch, preflight
 from qerl_recipes.train import run as train
 
@@ -117,6 +121,19 @@ def test_folders_and_checkpoints_of_other_runs_are_refused(run, write_recipe, mo
                 train.main([*resume, "--max_steps", "2", *change.split()])
     run(*resume, "--max_steps", "2")
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("data", ["pick_number", "reasoning_gym"])
+def test_the_printed_evaluation_has_the_held_out_problems(data, run, write_recipe, capfd, tmp_path):
+    longer = {"max_steps": 1, "vllm_max_model_length": 160, "max_completion_length": 4}
+    recipe = write_recipe(dataset_name=data, reward_funcs=["last_number"], **longer)
+    run("--config", recipe)
+    (printed,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("  qerl evaluate "))
+    _, _, base, *words = shlex.split(printed)
+    options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    evaluation = settle(Evaluation.of(base=base, **options)).evaluation
+    file = tmp_path / "run" / "held_out.jsonl"
+    assert evaluation.tasks == [f"jsonl-number:{file}"] and file.read_text() == lines(recipe)
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_so(write_recipe, monkeypatch, capsys, tmp_path):
