@@ -32,19 +32,16 @@ def start(
     """Start a process in a new session; it is asked to end if this process is killed.
 
     Its output goes into the file ``log``, or where ``options`` (of subprocess.Popen) lead it. ``environment`` is added
-    to ``inherited``. Give the process to ``end`` when it is no longer needed.
+    to ``inherited``, unless ``env`` in ``options`` is all of it. Give the process to ``end`` when it is no longer
+    needed. A Ctrl-C in the terminal does not reach it.
     """
     with contextlib.ExitStack() as stack:
         if log is not None:
             stream = stack.enter_context(log.open("w"))
             options |= {"stdout": stream, "stderr": stream}
-        return subprocess.Popen(
-            line,
-            env={**inherited(), **(environment or {})},
-            start_new_session=True,
-            preexec_fn=functools.partial(end_with, os.getpid()),
-            **options,
-        )
+        options = {"env": {**inherited(), **(environment or {})}, **options}
+        with_us = functools.partial(end_with, os.getpid())
+        return subprocess.Popen(line, start_new_session=True, preexec_fn=with_us, **options)
 
 
 def run(line: Sequence[str | Path], **options: Any) -> int:

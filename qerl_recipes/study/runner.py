@@ -9,7 +9,6 @@ in one process, on one engine. None waits for others to come.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -27,8 +26,8 @@ from typing import Any
 
 from qerl_recipes.files.metrics_file import FILE
 from qerl_recipes.files.whole_folder import lock, write_text
+from qerl_recipes.machine import processes
 from qerl_recipes.machine.gpu import installed_gpu, visible_names
-from qerl_recipes.machine.processes import end_with, inherited
 from qerl_recipes.recipe.keys import with_current_names
 from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases, with_list
 from qerl_recipes.study.inventory import (
@@ -167,15 +166,13 @@ class Machine:
                     lines.write(f"$ qerl {arguments[0]} for this run and others: see {log}\n")
             environment = {**self.environment, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
             command = [sys.executable, "-m", CLI, *arguments]
-            with_us = functools.partial(end_with, os.getpid())
             began = time.monotonic()
-            process = subprocess.Popen(
-                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, preexec_fn=with_us
-            )
+            process = processes.start(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
             self.processes.add(process)
         try:
             return process.wait()
         finally:
+            processes.end(process)
             with self.lock:
                 self.processes.discard(process)
             stream.close()
@@ -201,7 +198,7 @@ def _environment(jobs: int) -> dict[str, str]:
 
     Torch takes a thread for each core and lets it spin, which slows everything if each job does so.
     """
-    found = inherited()
+    found = processes.inherited()
     if jobs > 1:
         found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     return found

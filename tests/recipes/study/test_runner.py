@@ -2,6 +2,7 @@
 failure leaves.
 """
 
+import itertools
 import json
 import math
 import os
@@ -237,7 +238,7 @@ def test_time_is_divided_among_the_runs_that_it_was_for(machine, tmp_path, monke
     logs = [tmp_path / name / "log.txt" for name in ("one", "two", "three")]
     for log in logs:
         log.parent.mkdir()
-    clock = iter([100.0, 118.0])
+    clock = itertools.chain([100.0], itertools.repeat(118.0))
     monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
     assert machine.call(["evaluate-each", "[]"], logs[0], None, beside=logs[1:]) == 3
     monkeypatch.undo()
@@ -252,6 +253,7 @@ def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_p
     running = threading.Thread(target=lambda: ended.append(machine.call(["sleep"], tmp_path / "log.txt", None)))
     running.start()
     until(lambda: "it fails" in (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else False)
+    assert all(os.getpgid(process.pid) != os.getpgrp() for process in machine.processes), "Ctrl-C would end it at once"
     machine.stop()
     running.join(PATIENCE)
     assert ended == [-signal.SIGTERM]
