@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from qerl_recipes.machine import processes
 from qerl_recipes.machine.gpu import VISIBLE, visible_names
 
 REQUIREMENTS = ("llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "transformers==5.17.0")
@@ -109,8 +109,8 @@ def _visible(device: str) -> dict[str, str]:
 
 
 def _call(command: list[str], failure: str, extra: Mapping[str, str] | None = None) -> None:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(extra or {})
-    result = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode:
-        tail = "\n".join(result.stdout.splitlines()[-TAIL_LINES:])
-        raise RuntimeError(f"{failure}\nexit status {result.returncode}; its last lines:\n{tail}")
+    variables = {name: value for name, value in processes.inherited().items() if not name.startswith("PYTHON")}
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as log:
+        if code := processes.run(command, log=Path(log.name), env={**variables, **(extra or {})}):
+            tail = "\n".join(log.read().splitlines()[-TAIL_LINES:])
+            raise RuntimeError(f"{failure}\nexit status {code}; its last lines:\n{tail}")
