@@ -18,16 +18,17 @@ Given = tuple[Tensors | None, Tensors | None, Fetch | None]  # adapter, norms, a
 def received(tensors: Any, norms: Any, device: torch.device, file: MappedFile) -> Iterator[Given]:
     """Yield the adapter, the norms and the adapter's fetch function, valid inside the ``with`` block.
 
-    ``tensors`` and ``norms`` are in any form that ``qerl_swap`` (methods.py) takes. ``file`` holds the file that this
-    worker has mapped. If both are the same, the tensors without the adapter's prefix are the norms. The fetch function
-    copies tensors, or rows or columns of them, to a device. The norms' values are always read here.
+    ``tensors`` and ``norms`` are in any form that ``qerl_swap`` (methods.py) takes. ``file`` holds the adapter's file
+    that this worker has mapped. If both are the same, the tensors without the adapter's prefix are the norms. The fetch
+    function copies tensors, or rows or columns of them, to a device. The norms' values are always read here.
 
     Raises what ``decoded`` does.
     """
     is_one = tensors is norms or (isinstance(tensors, str | bytes) and tensors == norms)
     with ExitStack() as stack:
         adapter, fetch = stack.enter_context(decoded(tensors, device, file))
-        trained, fetch_norms = (adapter, fetch) if is_one else stack.enter_context(decoded(norms, device, file))
+        apart = MappedFile()  # ``file`` holds one file at a time, and ``fetch`` reads the adapter's
+        trained, fetch_norms = (adapter, fetch) if is_one else stack.enter_context(decoded(norms, device, apart))
         if is_one and adapter is not None and trained is not None:
             trained = {name: tensor for name, tensor in trained.items() if not name.startswith(PREFIX)}
             adapter = {name: tensor for name, tensor in adapter.items() if name.startswith(PREFIX)}

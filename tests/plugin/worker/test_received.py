@@ -1,5 +1,7 @@
 """Test what a worker accepts as an adapter and as norms, in every form in which they may arrive."""
 
+import contextlib
+
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -64,6 +66,19 @@ def test_norms_are_split_off_an_adapter(sent):
 def test_two_are_taken_as_they_are(sent):
     (adapter, norms), _ = given(sent(BOTH), sent(OTHERS))
     assert alike(adapter, BOTH) and alike(norms, OTHERS)
+
+
+def test_norms_in_another_shared_file_leave_the_adapters_readable():
+    with contextlib.ExitStack() as stack:
+        paths, held = [], MappedFile()
+        for tensors in (BOTH, OTHERS):
+            file, path = shared_file.create()
+            stack.enter_context(file)
+            shared_file.append(file, save(tensors))
+            paths.append(path)
+        adapter, norms, _ = stack.enter_context(received(*paths, CPU, held))
+        (copied,) = held.fetch([adapter[A]], CPU).tensors()
+        assert torch.equal(copied, BOTH[A]) and alike(norms, OTHERS)
 
 
 def test_nothing_is_no_adapter_and_no_norms():
