@@ -68,6 +68,7 @@ class Settled:
     evaluation: Evaluation
     saved: AdapterFolder | None
     base_hash: str
+    adapter_hash: str | None
     as_in_training: list[str]
     engine: EngineSettings
 
@@ -81,7 +82,7 @@ class Settled:
         evaluation = self.evaluation
         return {
             "base_sha256": self.base_hash,
-            "adapter_sha256": None if self.saved is None else self.saved.sha256(),
+            "adapter_sha256": self.adapter_hash,
             "quantization": self.engine.quantization,
             "dtype": self.engine.dtype,
             "sampling": {**evaluation.sampling(), "seed": evaluation.drawn_with, "num_samples": evaluation.num_samples},
@@ -183,7 +184,8 @@ def settle(evaluation: Evaluation) -> Settled:
         evaluation.gpu_memory_utilization,
         evaluation.kv_cache_memory_bytes,
     )
-    return Settled(evaluation, saved, base_hash, as_in_training, engine)
+    adapter_hash = None if saved is None else saved.sha256()
+    return Settled(evaluation, saved, base_hash, adapter_hash, as_in_training, engine)
 
 
 def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder | None) -> Path:
