@@ -1,1 +1,1 @@
-"""NVFP4 weights and the arithmetic on them: torch and Triton only, nothing of vLLM, TRL or files on disk."""
+"""Define NVFP4 weights and compute with them, using only torch and Triton: nothing of vLLM, TRL or files on disk."""

@@ -1,8 +1,8 @@
-"""The policy adapter of one layer: y + s B^T with s = x A^T, whatever computes the base's y.
+"""Add the policy adapter of one layer to the base's output: y + s B^T with s = x A^T.
 
-A of several parts (q, k, v; gate, up) stand one below the other and B is block diagonal, so that two products serve all
-parts. The tiled kernel adds the second at its end (``nvfp4_tiles.cu``); the first is one small kernel ahead of it
-(``adapter_shrink.cu``). s is rounded to the dtype of x, as a product of its own would be.
+The A of several parts (q, k, v; gate, up) stand one below the other, and B is block diagonal. So two products serve all
+parts. A small kernel computes s first (``adapter_shrink.cu``); the tiled kernel adds s B^T at its end
+(``nvfp4_tiles.cu``). s is rounded to the dtype of x, as the result of a separate product would be.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ import torch
 from qerl_kernels.compiler import Defines, compile_ahead, compile_source
 from qerl_kernels.driver import Call, Kernel, addresses, current_stream, launch
 
-COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
-SMALL_M = 512  # tokens up to which the small kernel is used where nothing else is said, cuBLAS beyond
-SPLITS = 8  # of adapter_shrink.cu
-BESIDE = 5  # a product leaves at most one in so many multiprocessors to it
+COLUMNS = 32  # columns of s and B that the tiled kernel takes at a time: R is a multiple of it
+SMALL_M = 512  # the most tokens for which the small kernel runs by default; cuBLAS runs beyond
+SPLITS = 8  # thread blocks of a cluster that share the columns of x: SPLITS of adapter_shrink.cu
+BESIDE = 5  # a product leaves at most one in BESIDE multiprocessors to the small kernel
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """``a: (R, K)``, ``b: (N, R)``, R a multiple of 32; ``spans: (ceil(N / 64), 2)`` int32.
+    """Hold one layer's adapter: ``a: (R, K)``, ``b: (N, R)``, R a multiple of 32, ``spans: (ceil(N / 64), 2)`` int32.
 
-    Outside of columns ``spans[i, 0]`` to ``spans[i, 1]`` the rows of B from 64 i on are zero.
+    Rows 64 i to 64 i + 63 of B are zero outside of columns ``spans[i, 0]`` to ``spans[i, 1]``, the end excluded.
     """
 
     a: torch.Tensor
@@ -37,14 +37,15 @@ class Adapter:
 
 
 def padded(columns: int) -> int:
-    """The number of columns with zeros at the end that the kernels need."""
+    """Return the number of columns that the kernels need for so many: the next multiple of 32, filled with zeros."""
     return -(-columns // COLUMNS) * COLUMNS
 
 
 def spans(widths: list[int], rank: int) -> torch.Tensor:
-    """(ceil(N / 64), 2) int32: which columns of B the rows of each 64-row block can have, rounded outwards to 32.
+    """Return (ceil(N / 64), 2) int32: the first and the end column of B that each block of 64 rows can use.
 
-    Row part i, ``widths[i]`` rows, has columns ``i rank`` to ``(i + 1) rank``.
+    N is the sum of ``widths``. Part i has ``widths[i]`` rows and columns ``i * rank`` to ``(i + 1) * rank``. Both ends
+    are rounded outwards to multiples of 32.
     """
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
     firsts = range(0, ends[-1], 64)
@@ -54,7 +55,10 @@ def spans(widths: list[int], rank: int) -> torch.Tensor:
 
 
 class Variant(NamedTuple):
-    """The macros of ``adapter_shrink.cu``: tokens and sixteens of rows of A that a block has, and its warps."""
+    """Name the macros of ``adapter_shrink.cu`` for one variant.
+
+    ``tokens`` and ``groups`` are the tokens and the groups of 16 rows of A of a thread block; ``warps`` are its warps.
+    """
 
     tokens: int
     groups: int
@@ -62,10 +66,11 @@ class Variant(NamedTuple):
 
 
 class Shrink(NamedTuple):
-    """How the small kernel is launched: few blocks hide behind a product that has room for them, many end sooner.
+    """Say how the small kernel is launched.
 
-    ``most`` is the largest number of blocks among which tokens are divided; with ``beside`` a product that would take
-    every multiprocessor leaves one for each block.
+    ``most`` is the largest number of thread blocks among which the tokens are divided. Many blocks end sooner; few
+    blocks can run beside a product that leaves them room. With ``beside`` the product leaves one multiprocessor for
+    each block.
     """
 
     variant: Variant
@@ -74,20 +79,24 @@ class Shrink(NamedTuple):
 
     @classmethod
     def read(cls, listed: list) -> "Shrink":
-        """From a list as json writes it."""
+        """Return the launch that ``linear_tiles.json`` and the bench files write as a list."""
         variant, *rest = listed
         return cls(Variant(*variant), *rest)
 
     def grid(self, M: int, R: int) -> tuple[int, int, int]:
-        """The thread blocks for M tokens and R rows of A."""
+        """Return the grid of thread blocks for M tokens and R rows of A."""
         return SPLITS, R // (16 * self.variant.groups), min(-(-M // self.variant.tokens), self.most)
 
     def blocks(self, M: int, R: int) -> int:
-        """Thread blocks in all."""
+        """Return the number of thread blocks for M tokens and R rows of A."""
         return math.prod(self.grid(M, R))
 
     def left_free(self, M: int, R: int, multiprocessors: int) -> int:
-        """How many the product leaves to this kernel: one for each block, or none where that would be many."""
+        """Return how many multiprocessors the product leaves to this kernel.
+
+        With ``beside`` that is one for each block, else none. It is none, too, where it would be more than one in
+        BESIDE of all ``multiprocessors``.
+        """
         blocks = self.blocks(M, R)
         return blocks if self.beside and BESIDE * blocks <= multiprocessors else 0
 
@@ -103,18 +112,18 @@ VARIANTS = (
 
 
 def quickest(M: int) -> Shrink:
-    """The launch that ends soonest by itself."""
+    """Return the launch that ends soonest by itself for M tokens."""
     variant = Variant(8, 1, 16) if M <= 8 else Variant(16, 1, 16) if M <= 64 else Variant(32, 2, 16)
     return Shrink(variant, -(-M // variant.tokens))
 
 
 def is_small(M: int, how: Shrink | None) -> bool:
-    """Whether the small kernel makes s of M tokens, and not cuBLAS."""
+    """Return True if the small kernel computes s for M tokens, False if cuBLAS does."""
     return how is not None or M <= SMALL_M
 
 
 def half(operand: torch.dtype) -> tuple[str, int]:
-    """The macro that says whether a kernel's operands are float16."""
+    """Return the macro HALF, which is 1 if a kernel's operands are float16 and 0 if they are bfloat16."""
     return "HALF", int(operand == torch.float16)
 
 
@@ -134,13 +143,19 @@ def _job(variant: Variant, operand: torch.dtype) -> tuple[str, Defines]:
 
 @functools.cache
 def shrink_code(variant: Variant, operand: torch.dtype) -> bytes:
-    """The machine code of one variant of the small kernel, compiled once where there is no cache, too."""
+    """Return the machine code of one variant of the small kernel.
+
+    It is compiled once a process even without a cache on disk. Raises CompileError.
+    """
     return compile_source(*_job(variant, operand))
 
 
 @functools.cache
 def load_shrink(device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
-    """Compile the small kernels, or fetch them from the cache, and load them on a device."""
+    """Load every variant of the small kernel on a device, compiling those that the cache does not hold.
+
+    Raises CompileError where one does not compile or load.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     compile_ahead([_job(variant, operand) for variant in VARIANTS])
     for variant in VARIANTS:
@@ -148,7 +163,10 @@ def load_shrink(device: torch.device, operand: torch.dtype = torch.bfloat16) -> 
 
 
 class Small:
-    """A launch of the small kernel, ``call``, with all but its tensors in place; of one thread."""
+    """Prepare a launch of the small kernel, ``call``, that lacks only its tensors.
+
+    Only one thread may use it, since ``write`` overwrites its arguments.
+    """
 
     def __init__(self, how: Shrink, M: int, K: int, R: int, device: int, operand: torch.dtype):
         self._pointers, self._numbers = (ctypes.c_void_p * 3)(), (ctypes.c_int * 4)(M, K, R)
@@ -156,16 +174,16 @@ class Small:
         self.call = Call(_kernel(how.variant, device, operand), how.grid(M, R), arguments, overlap=True)
 
     def write(self, x: int, row_stride: int, a: int, s: int) -> None:
-        """Where the tensors lie, and how many numbers the rows of x are apart."""
+        """Set the addresses of x, A and s, and the numbers from one row of x to the next."""
         self._pointers[:], self._numbers[3] = [x, a, s], row_stride
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch.Tensor:
-    """s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, sums in fp32.
+    """Compute s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, with fp32 sums.
 
-    On a GPU x and a are both bfloat16 or both float16, K is a multiple of 16, and the rows of x start at multiples of
-    16 bytes. Without ``how`` the small kernel runs up to SMALL_M tokens, beyond them cuBLAS. The bits do not depend on
-    ``how.most``.
+    On a GPU x and a are both bfloat16 or both float16, K and R are multiples of 16, and the rows of x start at
+    multiples of 16 bytes. Without ``how`` the small kernel runs up to SMALL_M tokens, and cuBLAS beyond. The bits do
+    not depend on ``how.most``. Raises CompileError where the small kernel does not compile or load.
     """
     M, K = x.shape
     R = a.shape[0]

@@ -1,9 +1,9 @@
 """Compile CUDA C++ with NVRTC at first use, and keep the machine code on disk; ``driver.py`` loads and launches it.
 
-Needs no compiler on the machine: NVRTC comes with torch. The cache is ``$QERL_CACHE``, or ``qerl`` in
-``$XDG_CACHE_HOME`` or ``~/.cache``, or, without a home, ``qerl-UID`` where temporary files are; a file is named by the
-hash of the source, the options and the NVRTC version. What is in it runs on the GPU: a file that is damaged is compiled
-again, and a folder that others may write to is not used.
+The machine needs no compiler: NVRTC comes with torch. The cache is the folder ``$QERL_CACHE``, or ``qerl`` in
+``$XDG_CACHE_HOME`` or ``~/.cache``. A user without a home gets ``qerl-UID`` in the folder of temporary files. A file's
+name is the hash of the source, the options and the NVRTC version. Since its content runs on the GPU, a damaged file is
+compiled again, and a folder that others may write to is not used.
 """
 
 import ctypes
@@ -26,17 +26,17 @@ from qerl_kernels import nvrtc
 from qerl_kernels.nvrtc import CompileError
 
 Defines: TypeAlias = tuple[tuple[str, int], ...]
-MOST_PROCESSES = 16  # that compile at one time
+MOST_PROCESSES = 16  # processes that compile at one time
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept. A variable that is empty counts as one that is not set."""
+    """Return the folder that machine code is kept in; an empty variable counts as unset."""
     if own := os.environ.get("QERL_CACHE"):
         return Path(own)
     found = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qerl"
     if found.parts[0] != "~":
         return found
-    # a user without a home, as of a container that runs as any number: no folder that is named ~ where it was started
+    # The user has no home, as in a container under an arbitrary user id: do not create a folder named ~ here.
     return Path(tempfile.gettempdir()) / f"qerl-{os.geteuid()}"
 
 
@@ -55,7 +55,10 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def read_source(file: Path) -> str:
-    """A source with the parts that it includes, each once, in place of ``#include "part"``; parts lie beside it."""
+    """Return a source in which each ``#include "part"`` is replaced by that part.
+
+    Parts lie beside the file and are included once. ``#line`` directives keep the compiler's line numbers right.
+    """
     seen: set[Path] = set()
 
     def whole(part: Path) -> str:
@@ -76,7 +79,10 @@ def read_source(file: Path) -> str:
 
 
 def compile_source(source: str, defines: Defines = (), architecture: str = "sm_90a") -> bytes:
-    """CUDA C++ -> machine code, from the cache where it is there whole. Raises CompileError with the log."""
+    """Compile CUDA C++ to machine code, or return what the cache holds.
+
+    ``defines`` are pairs of a macro and its number. Raises CompileError with NVRTC's log, or where NVRTC is missing.
+    """
     options = _options(defines, architecture)
     name = _cache_file(source, options).name
     code = kept(name)
@@ -87,7 +93,10 @@ def compile_source(source: str, defines: Defines = (), architecture: str = "sm_9
 
 
 def kept(name: str) -> bytes | None:
-    """A file of the cache; None where there is none, or none that can be used: then it says why."""
+    """Return the content of a file of the cache, or None where there is no usable one.
+
+    Warns where the folder is not trusted or cannot be read, or the file is damaged.
+    """
     file = cache_folder() / name
     if (reason := untrusted(file.parent)) is not None:
         _warn_once(f"{file.parent} is not used as a cache: {reason}")
@@ -105,7 +114,7 @@ def kept(name: str) -> bytes | None:
 
 
 def keep(name: str, content: bytes) -> None:
-    """Put a file into the cache, whole, where that can be trusted and written."""
+    """Write a whole file into the cache if its folder is trusted; warn once if it cannot be written."""
     file = cache_folder() / name
     if untrusted(file.parent) is not None:
         return
@@ -116,7 +125,10 @@ def keep(name: str, content: bytes) -> None:
 
 
 def untrusted(folder: Path) -> str | None:
-    """Why what lies in ``folder`` may be another user's; None if it is this user's alone, or not there yet."""
+    """Return why another user may have written what lies in ``folder``.
+
+    Returns None if only this user may write there, or the folder does not exist yet.
+    """
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -138,9 +150,10 @@ def _warn_once(what: str) -> None:
 
 
 def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_90a") -> None:
-    """Fill the cache with several sources at once, one process for each core; what is left over compiles when needed.
+    """Fill the cache with several sources at once, in up to one process a core; a lone one compiles at its first use.
 
-    ``jobs`` are the first two arguments of ``compile_source``.
+    ``jobs`` are pairs of a source and its defines, as ``compile_source`` takes them. Where a process fails this warns,
+    and its kernels compile at their first use. Raises CompileError where NVRTC is missing.
     """
     if untrusted(cache_folder()) is not None:
         return
@@ -148,14 +161,14 @@ def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_9
     for source, defines in jobs:
         options = _options(defines, architecture)
         file = _cache_file(source, options)
-        if not os.path.exists(file):  # no error where the folder cannot be looked into, as Path.exists() has
+        if not os.path.exists(file):  # Path.exists() would raise if the folder cannot be searched
             missing[file] = json.dumps({"source": source, "options": options, "file": str(file)})
     processes = min(len(missing), os.cpu_count() or 1, MOST_PROCESSES)
     if processes < 2:
         return
     library = _path_of(_nvrtc())
     line = [sys.executable, nvrtc.__file__, library]
-    # NVRTC looks for a library of its own beside itself, but not by itself
+    # NVRTC loads its builtins library by name and does not look beside itself: its folder must be in the search path.
     paths = [str(Path(library).parent), os.environ.get("LD_LIBRARY_PATH", "")]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(path for path in paths if path)}
     lines = list(missing.values())
@@ -181,7 +194,7 @@ def _cache_file(source: str, options: list[str]) -> Path:
 
 
 def _path_of(library: ctypes.CDLL) -> str:
-    """Where a loaded library lies; its name, for the loader to look for, where that cannot be told."""
+    """Return the path of a loaded library, or its bare name, which the loader looks for, where the path is unknown."""
     name = Path(library._name).name
     mapped = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
     return next((path for path in mapped if Path(path).name.startswith(name)), library._name)

@@ -1,4 +1,4 @@
-"""The numbers by which the blocks of one product wait for each other's sums: zero before and after each launch."""
+"""Keep the counters by which the blocks of one product wait for each other's sums; a launch leaves them zero."""
 
 import functools
 
@@ -8,18 +8,19 @@ from qerl_kernels.tiles import COUNTERS
 
 
 def counters_for(own: torch.Tensor, stream: int) -> torch.Tensor:
-    """The counters of a launch that is made now: its ``stream``'s, or in a CUDA graph the weight's ``own``.
+    """Return the counters of a launch made now: those of its ``stream``, or in a CUDA graph the weight's ``own``.
 
-    A stream takes one product after the other, whatever the weight, and none touches its counters before the one ahead
-    has ended. So a weight may be used on several streams; two graphs that hold it may not run at one time. A block that
-    waits sets its counter back to zero, and no other's is counted. No launch finds counters of one that was stopped in
-    its midst: with that error the CUDA context ends, and they with it (CUDA's manual, cudaErrorLaunchFailure).
+    A stream runs one product after the other, and none touches the counters before the one ahead has ended. So one
+    weight may be used on several streams at a time. Two graphs that hold the same weight may not run at one time.
+
+    A block that waits sets its counter back to zero. No launch finds the counters of one that was stopped halfway,
+    because that error ends the CUDA context and its memory (CUDA's manual, cudaErrorLaunchFailure).
     """
     return own if torch.cuda.is_current_stream_capturing() else _of_stream(own.device, stream)
 
 
 def forget_counters() -> None:
-    """Those of streams are made anew when the next launch needs them."""
+    """Drop the streams' counters; the next launch on a stream allocates new ones."""
     _of_stream.cache_clear()
 
 

@@ -1,9 +1,9 @@
-"""CUDA's driver: load a kernel, launch it, and describe a matrix to the copy engine.
+"""Load kernels with CUDA's driver, launch them, and describe matrices to the copy engine.
 
-A launch is made ready once (``Call``), its arguments in memory that stays: what changes from one launch to the next is
-written there. The driver has copied the arguments when cuLaunchKernelEx returns ("from which the actual parameter will
-be copied", CUDA Driver API, cuLaunchKernel), also into a CUDA graph, so the same thread may write the next ones. Two
-threads may not share a call.
+A launch is prepared once as a ``Call``, whose arguments stay at fixed addresses; what changes between launches is
+written there. The driver has copied the arguments when cuLaunchKernelEx returns, also into a CUDA graph ("from which
+the actual parameter will be copied", CUDA Driver API, cuLaunchKernel). So the same thread may then write the next ones.
+Two threads may not share a call.
 """
 
 import ctypes
@@ -29,9 +29,10 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def _quick() -> ctypes.PyDLL:
-    """The same, for calls that neither wait nor take long: they keep the interpreter's lock.
+    """Return the driver for calls that neither wait nor take long, which keep the interpreter's lock.
 
-    A thread that gives it up gets it back when another, as of a server that has requests to read, lets go of it.
+    A thread that releases the lock gets it back only when another thread, such as a server's that reads requests, lets
+    it go.
     """
     return ctypes.PyDLL("libcuda.so.1")
 
@@ -44,14 +45,14 @@ def _check(code: int, doing: str, error: type[RuntimeError] = RuntimeError) -> N
 
 
 def current_stream(device: int) -> int:
-    """The handle of torch's current stream on a GPU, without the object around it, as Triton asks for it."""
+    """Return the handle of torch's current stream on a GPU, without making a Stream object, as Triton gets it."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 class _Within:
-    """In this context; afterwards the thread has again the one that it had, or none.
+    """Make a CUDA context current, and afterwards restore the thread's own, or none.
 
-    A thread that has not called CUDA yet, as autograd's may not have, has none.
+    A thread that has not called CUDA yet has none, as a thread of autograd may not.
     """
 
     __slots__ = ("_before", "_context")
@@ -70,12 +71,13 @@ class _Within:
 
 
 class Kernel:
-    """One kernel of one device, ready to launch."""
+    """Hold one kernel that is loaded on one device."""
 
     def __init__(self, machine_code: bytes, name: str, threads: int, shared_memory: int = 0, cluster: int = 1):
-        """Load ``name`` on the current device. Raises CompileError if the driver refuses it.
+        """Load the kernel ``name`` on the current device.
 
-        ``threads`` of a block, its dynamic ``shared_memory`` in bytes, and the blocks of a ``cluster``.
+        ``threads`` are those of a block, ``shared_memory`` is its dynamic shared memory in bytes, and ``cluster`` the
+        blocks of a cluster. Raises CompileError if the driver refuses the code, RuntimeError if the GPU has no context.
         """
         driver = _driver()
         module, self.function, self.context = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -93,7 +95,7 @@ class Kernel:
         self.name, self.threads, self.shared_memory, self.cluster = name, threads, shared_memory, cluster
 
     def clusters_at_once(self) -> int:
-        """How many clusters the whole GPU holds at one time."""
+        """Return how many clusters the whole GPU holds at one time; raises RuntimeError if the driver cannot tell."""
         clusters = ctypes.c_int()
         one = _Launch.of(self, (self.cluster, 1, 1), overlap=False, clustered=True)
         with _Within(self.context):
@@ -102,19 +104,22 @@ class Kernel:
         return clusters.value
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Argument, overlap: bool = False) -> None:
-        """Launch on torch's current stream; with ``overlap`` it may begin before the kernel ahead of it has ended."""
+        """Launch on torch's current stream; with ``overlap`` it may begin before the kernel ahead of it has ended.
+
+        Raises RuntimeError where the driver refuses the launch.
+        """
         call = Call(self, grid, [ctypes.addressof(argument) for argument in arguments], overlap)
         launch(current_stream(self.device), call)
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
+    """Mirror CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
 class _Launch(ctypes.Structure):
-    """CUlaunchConfig."""
+    """Mirror CUlaunchConfig."""
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
@@ -125,7 +130,7 @@ class _Launch(ctypes.Structure):
 
     @classmethod
     def of(cls, kernel: Kernel, grid: tuple[int, int, int], overlap: bool, clustered: bool) -> "_Launch":
-        """On the default stream; it keeps its attributes alive."""
+        """Return the configuration of a launch on the default stream; it keeps its attributes alive."""
         attributes = (_Attribute * 2)()
         count = 0
         if overlap:
@@ -139,17 +144,20 @@ class _Launch(ctypes.Structure):
 
 
 class Call:
-    """A launch of ``kernel`` with everything in place but the stream; of one thread."""
+    """Prepare a launch of ``kernel`` that lacks only the stream; only one thread may use it."""
 
     def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[int], overlap: bool = False):
-        """``arguments``: where each lies. The caller keeps them there, and writes what changes."""
+        """Take the address of each argument; the caller keeps the arguments alive and writes what changes."""
         self.kernel, self.launch = kernel, _Launch.of(kernel, grid, overlap, kernel.cluster > 1)
         self.arguments = (ctypes.c_void_p * len(arguments))(*arguments)
         self.given = (ctypes.byref(self.launch), kernel.function, self.arguments, None)
 
 
 def launch(stream: int, *calls: Call) -> None:
-    """One after the other on one stream of the GPU that their kernels are loaded on."""
+    """Launch calls one after the other on a stream of the GPU that their kernels are loaded on.
+
+    Raises RuntimeError where the driver refuses a launch.
+    """
     run = _driver().cuLaunchKernelEx
     with _Within(calls[0].kernel.context):
         for call in calls:
@@ -159,14 +167,15 @@ def launch(stream: int, *calls: Call) -> None:
 
 
 def addresses(array: ctypes.Array) -> list[int]:
-    """Where each of its elements lies."""
+    """Return the address of each element of an array."""
     return [ctypes.addressof(array) + ctypes.sizeof(array._type_) * i for i in range(len(array))]
 
 
 class TensorMap:
-    """The copy engine's description of ``x: (rows, columns)`` of 16 bits (CUtensorMap), for a call's arguments.
+    """Describe ``x: (rows, columns)`` of 16-bit numbers to the copy engine (CUtensorMap), as an argument of a call.
 
-    Read in boxes with a 128-byte swizzle; outside are zeros. ``address`` is where its 128 bytes lie, aligned to 64.
+    The copy engine reads boxes with a 128-byte swizzle and gives zeros outside of the matrix. ``address`` is where the
+    128 bytes lie, at a multiple of 64.
     """
 
     def __init__(self, dtype: torch.dtype, rows: int, columns: int, box_rows: int, box_columns: int):
@@ -182,14 +191,17 @@ class TensorMap:
             self._strides,
             (ctypes.c_uint32 * 2)(box_columns, box_rows),
             (ctypes.c_uint32 * 2)(1, 1),
-            0,  # no interleaving
-            3,  # 128-byte swizzle
-            3,  # fetch 256 bytes into L2
-            0,  # zeros outside
+            0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+            3,  # CU_TENSOR_MAP_SWIZZLE_128B
+            3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+            0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros outside of the matrix
         )
 
     def describe(self, data: int, row_stride: int) -> None:
-        """Of the matrix at this address, ``row_stride`` numbers from one row to the next. Raises RuntimeError."""
+        """Set the matrix's address and the numbers from one row to the next.
+
+        Raises RuntimeError where the driver refuses them.
+        """
         self._data.value, self._strides[0] = data, 2 * row_stride
         if code := _quick().cuTensorMapEncodeTiled(*self._given):
             _check(code, f"a tensor map of {self._shape} with rows {row_stride} apart")

@@ -1,13 +1,13 @@
-"""Frozen experts: the product of rows that are sorted by expert with the packed weight of each, and its input gradient.
+"""Multiply rows sorted by expert with each expert's frozen packed weight, and compute the input gradient.
 
     y[s] = x[s] W0_e^T for the rows s of expert e,   W0 = value(code) * block scale, exact in BF16
 
-The tensor scales are left to the caller, who multiplies the result in fp32 anyway (scaled_silu_mul, the routing
-weights): applied here they would cost a rounding more. On a CPU, and where PyTorch has no grouped product, each expert
-that has rows is expanded and multiplied by itself. On a GPU of Ampere or later in BF16 all experts of the layer are
-expanded for the length of one call, and one ``grouped_mm`` multiplies; nothing is read back to the host.
+The caller applies the tensor scales, because it multiplies the result in fp32 anyway (scaled_silu_mul, the routing
+weights). Applied here they would add a rounding. On a CPU, and where PyTorch has no grouped product, each expert that
+has rows is expanded and multiplied by itself. On a GPU of Ampere or later in BF16, all experts of the layer are
+expanded for the length of one call. One ``grouped_mm`` multiplies them, and nothing is read back to the host.
 
-Both are torch.library operators, as in linear.py, and the backward keeps the packed weight alone.
+Both functions are torch.library operators, as in linear.py, and the backward keeps only the packed weight.
 """
 
 import functools
@@ -21,11 +21,14 @@ from qerl_kernels.nvfp4 import GROUP_SIZE, dequantize
 def grouped_linear(
     x: torch.Tensor, ends: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor
 ) -> torch.Tensor:
-    """``x: (S, K)`` bfloat16 or float32, ``ends: (E,)`` int32, ``codes: (E, N, K/2)``, ``block_scales: (E, N, K/16)``
-    -> ``(S, N)`` in the dtype of ``x``, without the tensor scales; differentiable with respect to ``x`` only.
+    """Compute y = x W0_e^T for each expert's rows, without the tensor scales; differentiable in ``x`` only.
 
-    Rows ``ends[e - 1]`` to ``ends[e]`` are those of expert e; the last end is S. Raises ValueError where the shapes do
-    not fit together, and for float16, which the products without their scales may leave.
+    ``x: (S, K)`` bfloat16 or float32, ``ends: (E,)`` int32, ``codes: (E, N, K/2)`` uint8, ``block_scales: (E, N,
+    K/16)`` float8_e4m3fn -> ``(S, N)`` in the dtype of ``x``. Rows ``ends[e - 1]`` to ``ends[e]`` are those of expert
+    e; the last end is S.
+
+    Raises ValueError where the shapes do not fit together. Raises it for float16 too, which a product without its
+    tensor scale may overflow.
     """
     experts, N, half = codes.shape
     if x.dtype not in (torch.bfloat16, torch.float32):
@@ -62,7 +65,7 @@ def _(x, ends, codes, block_scales):
 def _grouped_linear_backward(
     dy: torch.Tensor, ends: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor
 ) -> torch.Tensor:
-    """dx[s] = dy[s] W0_e: (S, N) -> (S, K)."""
+    """Compute dx[s] = dy[s] W0_e: (S, N) -> (S, K)."""
     if _has_grouped_mm(dy.device, dy.dtype):
         return torch.nn.functional.grouped_mm(dy.contiguous(), _expand(codes, block_scales), offs=ends)
     dx = dy.new_empty(len(dy), 2 * codes.shape[2])
@@ -87,7 +90,7 @@ _grouped_linear.register_autograd(
 
 @functools.cache
 def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one product does all experts; warns, once, where a GPU takes one after the other."""
+    """Return True if one product can multiply all experts; warn once on a GPU where it cannot."""
     if device.type != "cuda":
         return False
     is_there = hasattr(torch.nn.functional, "grouped_mm") and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -102,7 +105,7 @@ def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _expand(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
-    """W0 of all experts, (E, N, K) bfloat16."""
+    """Expand W0 of all experts to (E, N, K) bfloat16."""
     from qerl_kernels.nvfp4_triton import dequantize as on_gpu  # only here: a CPU needs no Triton
 
     experts, N, half = codes.shape
@@ -110,11 +113,11 @@ def _expand(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
 
 
 def _one(codes: torch.Tensor, block_scales: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    """W0 of one expert, (N, K)."""
+    """Expand W0 of one expert to (N, K) in ``dtype``."""
     return dequantize(codes[expert], block_scales[expert]).to(dtype)
 
 
 def _used(ends: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Each expert that has rows: its number, its first row, and the first that is no longer its own."""
+    """List the experts that have rows as (expert, first row, end row)."""
     places = ends.tolist()
     return [(e, first, last) for e, (first, last) in enumerate(zip([0, *places], places, strict=False)) if first < last]

@@ -1,8 +1,8 @@
-"""y = row_scale * (x W0^T) + bias, and an adapter, with W0 in NVFP4 tiles: weights decoded in registers, on Hopper.
+"""Compute y = row_scale * (x W0^T) + bias, and an adapter, from NVFP4 tiles that are decoded in registers on Hopper.
 
-The layout is in ``tiles.py``, the kernel in ``nvfp4_tiles.cu``. The product of a code and its block scale enters the
-matrix unit exactly; sums are fp32; there is one rounding at the end. The order of summation depends on the
-configuration and on N, K and the number of token tiles, never on timing: the same call gives the same bits.
+``tiles.py`` defines the layout, ``nvfp4_tiles.cu`` is the kernel. The product of a code and its block scale enters the
+matrix unit exactly, sums are fp32, and the result is rounded once. The order of summation depends on the configuration,
+on N and K and on the number of token tiles, never on timing: the same call gives the same bits.
 """
 
 import ctypes
@@ -21,18 +21,18 @@ from qerl_kernels.counters import counters_for
 from qerl_kernels.driver import Call, Kernel, TensorMap, addresses, current_stream, launch
 from qerl_kernels.tiles import TILE, TILE_BYTES, TiledWeight
 
-SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
-TURN_ROW = 144
-PLANS = 1024  # kept, of all threads: of 4 layers for 256 numbers of tokens, some 5 kB each
-WHOLE = -1  # splits of a product whose tiles one block each computes
+SHARED_MEMORY = 227 * 1024  # bytes that one thread block may have on Hopper
+TURN_ROW = 144  # bytes of a padded row of 64 outputs: TURN_ROW of schedule.cuh
+PLANS = 1024  # plans kept over all threads, such as 4 layers by 256 numbers of tokens; each takes some 5 kB
+WHOLE = -1  # splits of a product in which one block computes each tile
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One variant of the kernel; the fields but ``splits`` are the macros of ``nvfp4_tiles.cu`` in lower case.
+    """Name one variant of the kernel; all fields but ``splits`` are macros of ``nvfp4_tiles.cu`` in lower case.
 
-    ``splits`` says into how many runs each tile is cut; 0: as many runs as the GPU holds blocks, of equal length;
-    WHOLE: no tile is cut. With a cluster each tile is cut into as many as a cluster has blocks.
+    ``splits`` is the number of runs that each tile is cut into. With 0 the product is cut into equal runs, one for each
+    block that the GPU holds; with WHOLE no tile is cut. With a cluster, its blocks share each tile.
     """
 
     tokens: int
@@ -48,18 +48,18 @@ class Configuration:
     synchronous: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a variant whose two buffers of fragments could not take turns."""
+        """Raise ValueError for a variant whose two buffers of fragments could not take turns."""
         if not self.synchronous and self.depth // self.kgroups * (4 * self.rows // self.group) % 2:
             raise ValueError(f"{self}: depth / kgroups * 4 * rows / group must be even; halve group")
 
     def tile_blocks(self) -> int:
-        """64-row blocks that one thread block computes."""
+        """Return the number of 64-row blocks that one thread block computes."""
         return self.warpgroups // self.kgroups * self.rows
 
     def shared_memory(self) -> int:
-        """Dynamic shared memory in bytes."""
+        """Return the dynamic shared memory in bytes, as ``schedule.cuh`` lays it out."""
         shares = self.cluster * self.kgroups if self.cluster > 1 else 1
-        share = 8 * -(-self.tokens // (8 * shares))  # tokens that one of them adds up in the end
+        share = 8 * -(-self.tokens // (8 * shares))  # tokens whose sums each part of the cluster adds up at the end
         slice_ = next((width for width in (64, 48) if share % width == 0), share)
         stage = self.depth * (self.tokens * 128 + self.tile_blocks() * TILE_BYTES)
         turn = (self.warpgroups if self.cluster > 1 else self.warpgroups // self.kgroups) * slice_ * TURN_ROW
@@ -78,9 +78,9 @@ def deepest(
     synchronous: int = 0,
     cluster: int = 1,
 ) -> Configuration:
-    """The configuration with as many stages as fit into shared memory, at most 12.
+    """Return the configuration with as many stages as fit into shared memory, at most 12.
 
-    Raises ValueError where not even two do.
+    Raises ValueError where not even two fit, or as ``Configuration``.
     """
     for stages in range(12, 1, -1):
         fields = (tokens, warpgroups, kgroups, rows, depth, group, ahead, cluster, stages, 0, synchronous)
@@ -92,7 +92,7 @@ def deepest(
 
 
 class Divisor(ctypes.Structure):
-    """n // divisor is n * magic >> shift for every n below 2^31.
+    """Hold a divisor so that n // divisor is n * magic >> shift for every n below 2^31.
 
     Granlund and Montgomery, Division by invariant integers using multiplication, 1994.
     """
@@ -101,7 +101,7 @@ class Divisor(ctypes.Structure):
 
     @classmethod
     def of(cls, divisor: int) -> "Divisor":
-        """Of a divisor from 1 to 2^31."""
+        """Return the magic number and the shift of a divisor from 1 to 2^31."""
         shift = 31 + (divisor - 1).bit_length()
         return cls(-(-(1 << shift) // divisor), shift)
 
@@ -127,7 +127,10 @@ class _Problem(ctypes.Structure):
 
 
 def wgmma_source(tokens: int, operand: torch.dtype = torch.bfloat16) -> str:
-    """The matrix instruction for 64 rows, ``tokens`` columns and 16 of K: A from registers, B from shared memory."""
+    """Return the CUDA C++ of the matrix instruction for 64 rows, ``tokens`` columns and 16 of K.
+
+    A comes from registers and B from shared memory.
+    """
     sums, kinds = tokens // 2, "f16.f16" if operand == torch.float16 else "bf16.bf16"
     outputs = ", ".join(f"%{i}" for i in range(sums))
     a = ", ".join(f"%{sums + i}" for i in range(4))
@@ -143,7 +146,7 @@ __device__ __forceinline__ void wgmma(float (&d)[{sums}], const unsigned (&a)[4]
 
 @functools.cache
 def source(kernel: str) -> str:
-    """The CUDA C++ of "nvfp4_tiles" or "nvfp4_dequantize"."""
+    """Return the CUDA C++ of the kernel file ``nvfp4_tiles`` or ``nvfp4_dequantize`` with its parts."""
     return read_source(Path(__file__).with_name(f"{kernel}.cu"))
 
 
@@ -158,24 +161,27 @@ def _dequantize_job(operand: torch.dtype) -> tuple[str, Defines]:
 
 @functools.cache
 def machine_code(configuration: Configuration, operand: torch.dtype = torch.bfloat16) -> bytes:
-    """Compile the product for one configuration (or read it from the cache); once, where there is no cache, too."""
+    """Return the machine code of the product for one configuration.
+
+    It is compiled once a process even without a cache on disk. Raises CompileError.
+    """
     return compile_source(*_job(configuration, operand))
 
 
 @functools.cache
 def dequantize_code(operand: torch.dtype) -> bytes:
-    """The machine code of the kernel that gives W0 itself, as ``machine_code``."""
+    """Return the machine code of the kernel that expands W0, as ``machine_code`` does for the product."""
     return compile_source(*_dequantize_job(operand))
 
 
 def compile_all(configurations: Iterable[Configuration], operand: torch.dtype = torch.bfloat16) -> None:
-    """Fill the cache with many configurations at once."""
+    """Fill the cache with the product for many configurations, and with the kernel that expands W0, at once."""
     compile_ahead([_dequantize_job(operand), *(_job(configuration, operand) for configuration in configurations)])
 
 
 @functools.cache
 def _kernel(configuration: Configuration, device: int, operand: torch.dtype = torch.bfloat16) -> tuple[Kernel, int]:
-    """The kernel and the number of clusters that the GPU holds at one time."""
+    """Load a variant; return it and the number of clusters that the GPU holds at one time."""
     with torch.cuda.device(device):
         threads = 128 * (configuration.warpgroups + 1)
         code, shared_memory = machine_code(configuration, operand), configuration.shared_memory()
@@ -184,7 +190,10 @@ def _kernel(configuration: Configuration, device: int, operand: torch.dtype = to
 
 
 def load(configuration: Configuration, device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
-    """Compile one variant, or fetch it from the cache, and load it on a device."""
+    """Load one variant and the kernel that expands W0 on a device, compiling what the cache does not hold.
+
+    Raises CompileError where one does not compile or load.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     _kernel(replace(configuration, splits=0), index, operand)
     _dequantize_kernel(index, operand)
@@ -197,7 +206,11 @@ def _dequantize_kernel(device: int, operand: torch.dtype) -> Kernel:
 
 
 class Division(NamedTuple):
-    """How a product is divided: tiles of rows and tokens, stages of a tile, tiles cut into equal runs, and blocks."""
+    """Say how a product is divided among thread blocks.
+
+    It has ``n_tiles`` of rows times ``m_tiles`` of tokens, each of ``steps`` stages. The first ``shared`` tiles are cut
+    into equal runs, one a block, and ``grid`` is the number of blocks.
+    """
 
     n_tiles: int
     m_tiles: int
@@ -207,15 +220,15 @@ class Division(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Of rows and tokens."""
+        """Return the number of tiles."""
         return self.n_tiles * self.m_tiles
 
 
 def divide(c: Configuration, N: int, K: int, M: int, at_once: int) -> Division:
-    """For a GPU that can give the product ``at_once`` blocks at one time.
+    """Divide a product for a GPU that can give it ``at_once`` blocks at one time.
 
-    Whole tiles in full rounds; what is left over, with one round, is cut into equal runs. Raises ValueError where the
-    stages do not divide the columns.
+    Full rounds compute whole tiles; the tiles left over and those of one more round are cut into equal runs. Raises
+    ValueError where ``depth`` does not divide the tiles of K.
     """
     k_tiles = 2 * -(-K // (2 * TILE))
     if k_tiles % c.depth:
@@ -241,12 +254,14 @@ def product(
     how: Shrink | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
-    """``x: (M, K)`` in the weight's ``operand``, ``bias: (N,)`` fp32 -> ``(M, N)``, by one variant of the kernel.
+    """Compute ``x: (M, K)``, ``bias: (N,)`` fp32 -> ``(M, N)`` by one variant of the kernel.
 
-    With an adapter its product is added to the sum before that is rounded; ``how`` says how its first half is launched.
+    x has the weight's ``operand`` as its dtype, and so has the result. An adapter's product is added to the sum before
+    that is rounded; ``how`` says how the adapter's small kernel is launched.
 
-    With ``overlap`` the weights are fetched while the kernel ahead in the stream still runs: that kernel must not have
-    written them (``tile_weight`` waits until it has).
+    With ``overlap`` the weights are fetched while the kernel ahead in the stream still runs. That kernel must not write
+    them, so ``tile_weight`` waits until it has ended. Raises ValueError where x or the configuration does not fit,
+    CompileError where a kernel does not load.
     """
     check(x, weight.K, weight.operand)
     columns = 0 if adapter is None else adapter.b.shape[1]
@@ -259,15 +274,15 @@ def product(
 
 
 def check(x: torch.Tensor, K: int, operand: torch.dtype) -> None:
-    """Raises ValueError where the product cannot read ``x: (M, K)``."""
+    """Raise ValueError where the product cannot read ``x: (M, K)``."""
     if x.dtype != operand or x.shape[1] != K:
         raise ValueError(f"x of shape {tuple(x.shape)} and type {x.dtype}: this weight needs (M, {K}) {operand}")
 
 
 class Plan:
-    """A product of one weight's shape with M tokens, all but its tensors in place; of one thread, as a Call is.
+    """Prepare a product of M tokens with a weight of one shape, so that a launch needs only its tensors.
 
-    It keeps no tensor alive, and knows of no stream and no counters.
+    Only one thread may use it, as a Call. It keeps no tensor alive, and depends on no stream and no counters.
     """
 
     def __init__(
@@ -282,15 +297,15 @@ class Plan:
         operand: torch.dtype,
         overlap: bool,
     ):
-        """For an adapter of so many ``columns``, 0 for none; the others as ``product`` has them.
+        """Take an adapter's number of ``columns``, 0 for none; the other arguments are those of ``product``.
 
-        Raises ValueError where the stages do not divide the columns, CompileError where the kernel does not load.
+        Raises ValueError where ``depth`` does not divide the tiles of K, CompileError where the kernel does not load.
         """
         kernel, most = _kernel(replace(configuration, splits=0), device, operand)
         free = how.left_free(M, columns, most) if columns and how is not None else 0
         d = divide(configuration, N, K, M, most - free)
         self.small = None
-        if columns and is_small(M, how):  # cuBLAS does not let this kernel start early
+        if columns and is_small(M, how):  # after cuBLAS the product cannot start early
             self.small = Small(how or quickest(M), M, K, columns, device, operand)
         blocks, k_tiles = -(-N // TILE), 2 * -(-K // (2 * TILE))
         sizes = M, N, blocks, k_tiles, d.n_tiles, d.m_tiles, d.shared, columns, self.small is not None
@@ -301,7 +316,8 @@ class Plan:
         self._call = Call(kernel, (d.grid, 1, 1), arguments, overlap)
         self._calls = (self._call,) if self.small is None else (self.small.call, self._call)
         self.N, self.device = N, device
-        # bytes: the sums that blocks leave for others, fp32, and behind them s, at a multiple of 128 as they all are
+        # Both are bytes. The fp32 sums that blocks leave for others come first; their size is a multiple of 128, so s
+        # behind them is aligned.
         self.partials = 4 * TILE * configuration.tile_blocks() * configuration.tokens * d.grid if d.shared else 0
         self.room = self.partials + (2 * M * columns if self.small else 0)
 
@@ -316,14 +332,14 @@ class Plan:
         b: torch.Tensor | None,
         spans: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``x: (M, K)``, which ``check`` has passed, and the parts of a weight and an adapter -> ``(M, N)``."""
+        """Multiply ``x: (M, K)``, which ``check`` has passed, by the parts of a weight and an adapter -> ``(M, N)``."""
         apart, step = x.stride()
         at = x.data_ptr()
-        if step != 1 or apart % 8 or at % 16:  # the copy engine needs rows that start at 16 bytes
+        if step != 1 or apart % 8 or at % 16:  # the copy engine needs rows that start at multiples of 16 bytes
             x = x.clone(memory_format=torch.contiguous_format)
             apart, at = x.shape[1], x.data_ptr()
         y = x.new_empty((x.shape[0], self.N))
-        # where no block leaves sums for another the kernel does not look at their address
+        # The kernel does not read this address where no block leaves sums for another.
         room = x.new_empty((self.room,), dtype=torch.uint8) if self.room else y
         partials = room.data_ptr()
         stream = current_stream(self.device)
@@ -342,26 +358,26 @@ class Plan:
         weight_at, counters_at = tiles.data_ptr(), of_stream.data_ptr()
         self._pointers[:] = [weight_at, scale_at, bias_at, y_at, partials, counters_at, s, b_at, spans_at]
         self._map.describe(at, apart)
-        # nothing between the two: with tokens_ready the product reads x as soon as the small kernel has seen that it is
-        # there
+        # Nothing may be launched between the two: with tokens_ready the product reads x as soon as the small kernel has
+        # seen that x is complete.
         launch(stream, *self._calls)
         return y
 
 
 @functools.lru_cache(maxsize=PLANS)
 def plan(thread: int, *given: Any) -> Plan:
-    """That of a ``thread`` (``threading.get_ident()``), which alone may use it; ``given`` as Plan takes them.
+    """Return the plan of a ``thread`` (``threading.get_ident()``), which alone may use it.
 
-    A thread that ends leaves its own to the next one of that number.
+    ``given`` are the arguments of Plan. A thread that ends leaves its plans to the next one of the same number.
     """
     return Plan(*given)
 
 
 def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None, room: int = 0) -> torch.Tensor:
-    """The exact operand ``code * block scale`` times ``expanded_factor`` -> (rows, K) in the weight's ``operand``,
-    without the tensor scale; behind each row ``room`` more numbers that are not written: (rows, K + room).
+    """Expand ``code * block scale * expanded_factor`` -> (rows, K + room) in the weight's ``operand``, exactly.
 
-    ``first_row`` must be a multiple of 64, ``room`` one of 8.
+    The tensor scale is not applied. The last ``room`` numbers of each row are not written. ``first_row`` must be a
+    multiple of 64, ``room`` one of 8.
     """
     rows = weight.N - first_row if rows is None else rows
     w = torch.empty(rows, weight.K + room, dtype=weight.operand, device=weight.tiles.device)

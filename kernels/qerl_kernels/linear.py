@@ -1,13 +1,14 @@
-"""The frozen linear layer: y = row_scale * (x W0^T) + bias on packed NVFP4 weights, and its input gradient.
+"""Compute the frozen linear layer, y = row_scale * (x W0^T) + bias on packed NVFP4 weights, and its input gradient.
 
-W0 = value(code) * block scale is exact in BF16 (see nvfp4.py); the tensor scale is one fp32 factor for each output row,
-so that a fused layer (q/k/v, gate/up) keeps the scales of its parts. On a CPU the naive reference runs. On a GPU W0 is
-expanded for the length of one call, cuBLAS multiplies and accumulates in fp32, the row scale and the bias are applied
-to the fp32 sum, and the result is rounded once.
+W0 = value(code) * block scale is exact in BF16 (see nvfp4.py). The tensor scale is one fp32 factor for each output row,
+so that a fused layer (q/k/v, gate/up) keeps the scales of its parts.
 
-Both functions are torch.library operators (``qerl::nvfp4_linear``, ``qerl::nvfp4_linear_backward``), opaque to
-torch.compile and usable inside a CUDA graph: nothing here reads a value back to the host. The backward keeps the packed
-weight and nothing else: neither the activations nor an expanded weight.
+On a CPU the naive reference runs. On a GPU W0 is expanded for the length of one call, and cuBLAS multiplies with fp32
+sums. The row scale and the bias are applied to the fp32 sum, and the result is rounded once.
+
+Both functions are torch.library operators (``qerl::nvfp4_linear``, ``qerl::nvfp4_linear_backward``). They are opaque to
+torch.compile and usable inside a CUDA graph, since nothing here reads a value back to the host. The backward keeps only
+the packed weight: neither the activations nor an expanded weight.
 """
 
 import torch
@@ -23,14 +24,16 @@ def linear(
     bias: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
+    """Compute y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
 
     ``x: (..., K)`` bfloat16, float16 or float32, ``codes: (N, K/2)`` uint8, ``block_scales: (N, K/16)`` float8_e4m3fn,
-    ``row_scale: () or (N,)`` float32 (1 over the checkpoint's divisor), ``bias: (N,)`` -> ``(..., N)`` in the
-    dtype of ``x``. ``scale`` is the row scale of all rows, where they have the same one and the caller knows it: on a
-    GPU it is then cuBLAS's own factor, forward and backward, and the product is written once.
+    ``row_scale: () or (N,)`` float32 (1 over the checkpoint's divisor), ``bias: (N,)`` -> ``(..., N)`` in the dtype of
+    ``x``.
 
-    Raises ValueError where the shapes do not fit together.
+    ``scale`` is the row scale as a number, given where all rows have the same one. On a GPU it is then cuBLAS's own
+    factor, forward and backward, and the product is written once.
+
+    Raises ValueError where shapes or types do not fit.
     """
     _check_weight(codes, block_scales, row_scale)
     if x.shape[-1] != 2 * codes.shape[1]:
@@ -47,13 +50,13 @@ def linear_backward(
     row_scale: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """dx = (dy * row_scale) W0: the gradient of ``linear`` with respect to ``x``.
+    """Compute dx = (dy * row_scale) W0, the gradient of ``linear`` with respect to ``x``.
 
-    ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``. On a GPU with unequal row scales dy * row_scale / max is
-    rounded to the dtype of ``dy`` before the product (one rounding more); with equal row scales nothing is added.
-    ``scale`` as in ``linear``.
+    ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``. On a GPU without ``scale``, a ``row_scale`` of (N,) costs
+    one more rounding: dy * row_scale / max is rounded to the dtype of ``dy`` before the product. ``scale`` is that of
+    ``linear``.
 
-    Raises ValueError where the shapes do not fit together.
+    Raises ValueError where shapes or types do not fit.
     """
     _check_weight(codes, block_scales, row_scale)
     if dy.shape[-1] != codes.shape[0]:
@@ -122,7 +125,7 @@ def _expanded_backward(dy, codes, block_scales, row_scale, scale=None):
     if scale is not None:
         return _scaled_matmul(rows, w, factor * scale, None).view(*dy.shape[:-1], w.shape[1])
     largest = row_scale.amax()
-    if row_scale.dim():  # the sum runs over rows of W0: their scales cannot wait for the result, only the largest can
+    if row_scale.dim():  # the sum runs over rows of W0, so only a common factor, the largest, can be applied to it
         rows = (rows.float() * (row_scale / largest)).to(dy.dtype)
     dx = _matmul_fp32(rows, w).mul_(factor * largest)
     return dx.to(dy.dtype).view(*dy.shape[:-1], 2 * codes.shape[1])
@@ -136,10 +139,9 @@ def _(dy, codes, block_scales, row_scale, scale=None):
 def expand(
     codes: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dtype, room: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """The operand for a library's product, ``w: (N, K)`` in ``dtype``, and the factor of what is multiplied by it.
+    """Return the operand of a library's product, ``w: (N, K + room)`` in ``dtype``, and the factor of that product.
 
-    ``w * factor`` is code * block scale, exactly. ``room``: a multiple of 8, of columns to be written by the caller
-    behind the others: (N, K + room).
+    ``w * factor`` is code * block scale, exactly. The caller writes the last ``room`` columns, a multiple of 8.
     """
     if codes.is_cuda:
         from qerl_kernels import nvfp4_triton  # only here: a CPU needs no Triton
@@ -152,12 +154,12 @@ def expand(
 
 
 def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` with the fp32 accumulator as the result: (M, K), (K, N) -> (M, N) float32."""
+    """Compute ``a @ b`` with the fp32 accumulator as the result: (M, K), (K, N) -> (M, N) float32."""
     return torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _scaled_matmul(a: torch.Tensor, b: torch.Tensor, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
-    """``scale * (a @ b) + bias`` in the dtype of ``a``, rounded once: (M, K), (K, N), (N,) -> (M, N)."""
+    """Compute ``scale * (a @ b) + bias`` in the dtype of ``a``, rounded once: (M, K), (K, N), (N,) -> (M, N)."""
     y = a.new_empty(a.shape[0], b.shape[1])
     added = y if bias is None else bias.to(a.dtype)
     return torch.addmm(added, a, b, beta=0 if bias is None else 1, alpha=scale, out=y)

@@ -1,28 +1,31 @@
-"""Log-probabilities, logsumexp and entropy of a policy from its last hidden state, logits never whole in memory.
+"""Compute log-probabilities, logsumexp and entropy of a policy from its last hidden state, a chunk of logits at a time.
 
 With logits ``l = hidden W^T / temperature`` of one token, in fp32,
 
     logsumexp = log sum_j exp(l_j)      logp = l_target - logsumexp      entropy = logsumexp - sum_j p_j l_j
 
-and, with p = exp(l - logsumexp), the gradient that the incoming ones (a, b, c) leave on the logits is
+and, with p = exp(l - logsumexp), the incoming gradients (a, b, c) of the three give on the logits
 
     dl_j = a (1[j = target] - p_j) + b p_j - c p_j (log p_j + entropy).
 
-Tokens are taken a chunk at a time: cuBLAS writes a chunk of logits in fp32, one Triton kernel reads it once. Where only
-logp has a gradient, that of the hidden state is a times a vector which does not depend on a, (W_target - p W) /
-temperature: the forward multiplies by W while it has the logits, keeps that vector in the dtype of ``hidden``, and the
-backward is one multiplication. For b and c the backward computes the chunk again, turns it into ``dl`` and multiplies
-by W. W is frozen. With ``rounded`` the product is rounded to the dtype of ``hidden`` before anything else, as by an
-engine whose output layer writes BF16: the policy that was sampled from. The gradient passes the rounding as if it were
-not there.
+cuBLAS writes a chunk of logits in fp32, and one Triton kernel reads it once. The logits of all tokens are never in
+memory at one time.
+
+Where only logp has a gradient, the hidden state's is a times (W_target - p W) / temperature. That vector does not
+depend on a, so the forward multiplies by W while it has the logits and keeps the result in the dtype of ``hidden``. The
+backward is then one multiplication. For b and c the backward computes the chunk again, turns it into ``dl`` and
+multiplies by W. W is frozen.
+
+With ``rounded`` the product is first rounded to the dtype of ``hidden``, as in an engine whose output layer writes
+BF16. That gives the policy that was sampled from. The gradient ignores the rounding.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK_BYTES = 512 * 2**20  # of fp32 logits at one time
-COLUMNS = 4096  # of one step of the kernels
+CHUNK_BYTES = 512 * 2**20  # bytes of fp32 logits in memory at one time
+COLUMNS = 4096  # logits that one step of a kernel reads
 
 
 def linear_logprob(
@@ -34,14 +37,16 @@ def linear_logprob(
     rounded: bool = False,
     ahead: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``hidden: (T, H)``, ``w: (V, H)``, ``targets: (T,)`` int64 -> logp, logsumexp and entropy, each ``(T,)`` fp32.
+    """Compute logp, logsumexp and entropy, each ``(T,)`` fp32, differentiable with respect to ``hidden`` only.
 
-    ``rounded`` rounds ``hidden W^T`` to the dtype of ``hidden``. ``ahead`` lets the forward prepare the gradient of
-    logp: two products in all instead of three, for a tensor like ``hidden`` that is kept until the backward. Without
-    it, as is best where logsumexp or entropy have a gradient too, the backward computes everything.
+    ``hidden: (T, H)``, ``w: (V, H)``, ``targets: (T,)`` int64. Every target must be in [0, V). ``rounded`` rounds
+    ``hidden W^T`` to the dtype of ``hidden``.
 
-    Differentiable with respect to ``hidden`` only. Raises ValueError where ``w`` wants a gradient, the shapes do not
-    fit or the temperature is not above zero. Every target must be in [0, V).
+    ``ahead`` lets the forward prepare the gradient of logp. That takes two products in all instead of three, and keeps
+    a tensor like ``hidden`` until the backward. Without it the backward computes everything, which is best where
+    logsumexp or entropy have a gradient too.
+
+    Raises ValueError where ``w`` wants a gradient, the shapes do not fit or the temperature is not above zero.
     """
     if w.requires_grad:
         raise ValueError("linear_logprob has no gradient for w: freeze the output layer, or use torch.log_softmax")
@@ -57,7 +62,7 @@ def linear_logprob(
 def reference(
     hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same three numbers, all logits at once, in the dtype of ``hidden``."""
+    """Compute the same three numbers from all logits at once, in the dtype of ``hidden``."""
     log_p = torch.log_softmax(hidden @ w.t() / temperature, dim=-1)
     logsumexp = torch.logsumexp(hidden @ w.t() / temperature, dim=-1)
     return log_p.gather(1, targets[:, None])[:, 0], logsumexp, -(log_p.exp() * log_p).sum(dim=-1)
@@ -69,7 +74,7 @@ def _chunks(T: int, V: int) -> list[slice]:
 
 
 def _logits(hidden: torch.Tensor, w: torch.Tensor, rounded: bool) -> torch.Tensor:
-    """``hidden W^T`` in fp32: the accumulator, or what is left of it in the dtype of ``hidden``."""
+    """Compute a chunk's ``hidden W^T`` in fp32; with ``rounded`` it is rounded to the dtype of ``hidden`` first."""
     if rounded:
         return torch.mm(hidden, w.to(hidden.dtype).t()).float()
     if hidden.is_cuda and hidden.dtype != torch.float32:
@@ -81,14 +86,17 @@ def _logits(hidden: torch.Tensor, w: torch.Tensor, rounded: bool) -> torch.Tenso
 def _linear_logprob(
     hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float, rounded: bool, ahead: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fourth result is d logp / d hidden, (T, H) in the dtype of ``hidden``; (0, H) without ``ahead``."""
+    """Return logp, logsumexp, entropy and d logp / d hidden.
+
+    The last is (T, H) in the dtype of ``hidden``, or (0, H) without ``ahead``.
+    """
     T, device = hidden.shape[0], hidden.device
     out = torch.empty(3, T, dtype=torch.float32, device=device)
     slope = torch.empty_like(hidden) if ahead else hidden.new_empty(0, hidden.shape[1])
     of_logp = None
     if ahead:
         of_logp = torch.zeros(3, T, dtype=torch.float32, device=device)
-        of_logp[0].fill_(1.0)  # no tensor from Python's numbers: its copy would wait for the GPU
+        of_logp[0].fill_(1.0)  # torch.tensor([1, 0, 0]) would be copied, and wait for the GPU
     statistics = statistics_triton if hidden.is_cuda else statistics_torch
     for rows in _chunks(T, w.shape[0]):
         logits = _logits(hidden[rows], w, rounded)
@@ -114,7 +122,7 @@ def _hidden_gradients(
     gradients: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Those of one chunk: ``logits: (T, V)``, ``saved: (2, T)``, ``gradients: (3, T)`` -> ``out: (T, H)``."""
+    """Write one chunk's gradient: ``logits: (T, V)``, ``saved: (2, T)``, ``gradients: (3, T)`` -> ``out: (T, H)``."""
     d_logits = torch.empty_like(logits, dtype=out.dtype)
     logit_gradients = logit_gradients_triton if logits.is_cuda else logit_gradients_torch
     logit_gradients(logits, targets, 1 / temperature, saved, gradients, d_logits)
@@ -131,7 +139,10 @@ def _backward(
     saved: torch.Tensor,
     gradients: torch.Tensor,
 ) -> torch.Tensor:
-    """``saved: (2, T)`` logsumexp and entropy, ``gradients: (3, T)`` of logp, logsumexp and entropy -> (T, H)."""
+    """Compute the gradient of ``hidden``: (T, H).
+
+    ``saved: (2, T)`` holds logsumexp and entropy, ``gradients: (3, T)`` those of logp, logsumexp and entropy.
+    """
     d_hidden = torch.empty_like(hidden)
     for rows in _chunks(hidden.shape[0], w.shape[0]):
         logits = _logits(hidden[rows], w, rounded)
@@ -166,7 +177,7 @@ def _gradient(ctx, of_logp, of_logsumexp, of_entropy, _):
 _linear_logprob.register_autograd(_gradient, setup_context=_save)
 
 
-# ---- one chunk of logits (T, V), on a CPU and on a GPU
+# ---- These compute one chunk of logits (T, V), on a CPU and on a GPU.
 
 
 def statistics_torch(logits: torch.Tensor, targets: torch.Tensor, factor: float, out: torch.Tensor) -> None:
@@ -195,7 +206,7 @@ def logit_gradients_torch(
 
 
 def statistics_triton(logits: torch.Tensor, targets: torch.Tensor, factor: float, out: torch.Tensor) -> None:
-    """``statistics_torch`` in one pass over memory."""
+    """Do what ``statistics_torch`` does in one pass over memory."""
     T, V = logits.shape
     with torch.cuda.device_of(logits):
         _statistics_kernel[(T,)](logits, targets, out, factor, V, out.stride(0), COLUMNS=COLUMNS, num_warps=8)
@@ -209,7 +220,7 @@ def logit_gradients_triton(
     gradients: torch.Tensor,
     d_logits: torch.Tensor,
 ) -> None:
-    """``logit_gradients_torch`` in one pass over memory."""
+    """Do what ``logit_gradients_torch`` does in one pass over memory."""
     T, V = logits.shape
     tensors = (logits, targets, saved, gradients, d_logits)
     strides = (saved.stride(0), gradients.stride(0))
@@ -220,7 +231,10 @@ def logit_gradients_triton(
 
 @triton.jit
 def _statistics_kernel(logits, targets, out, factor, V, out_stride, COLUMNS: tl.constexpr):
-    """One row a program: a running maximum m, and sums of exp(l - m) and of (l - m) exp(l - m)."""
+    """Reduce one row a program, with a running maximum m.
+
+    It keeps the sums of exp(l - m) and of (l - m) exp(l - m).
+    """
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * V
     at = tl.arange(0, COLUMNS)
@@ -248,7 +262,7 @@ def _statistics_kernel(logits, targets, out, factor, V, out_stride, COLUMNS: tl.
 def _logit_gradients_kernel(
     logits, targets, saved, gradients, d_logits, factor, V, saved_stride, gradients_stride, COLUMNS: tl.constexpr
 ):
-    """COLUMNS logits of one row a program."""
+    """Compute COLUMNS numbers of one row's gradient a program."""
     row = tl.program_id(0)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < V

@@ -1,9 +1,11 @@
-"""The frozen linear layer on a weight in Marlin's layout, and its input gradient: the numbers of ``linear.py``.
+"""Compute the frozen linear layer, and its input gradient, on a weight in Marlin's layout.
 
-Codes and block scales are brought into the checkpoint's layout for the length of one call (0.56 bytes a weight), and
-``linear.py`` expands and multiplies them. The backward keeps Marlin's tensors, which may be views of the engine's, and
-nothing else. Both functions are torch.library operators (``qerl::nvfp4_linear_marlin`` and ``..._backward``) that read
-nothing back to the host.
+The results are those of ``linear.py``. For the length of one call, codes and block scales are brought into the
+checkpoint's layout, 0.56 bytes a weight, and ``linear.py`` expands and multiplies them. The backward keeps only
+Marlin's tensors, which may be views of the engine's.
+
+Both functions are torch.library operators (``qerl::nvfp4_linear_marlin`` and ``..._backward``) that read nothing back
+to the host.
 """
 
 import torch
@@ -15,10 +17,10 @@ from qerl_kernels.marlin_layout import MarlinWeight
 def linear(
     x: torch.Tensor, weight: MarlinWeight, bias: torch.Tensor | None = None, scale: float | None = None
 ) -> torch.Tensor:
-    """y = weight.scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
+    """Compute y = weight.scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
 
     ``x: (..., K)`` bfloat16, float16 or float32, ``bias: (N,)`` -> ``(..., N)`` in the dtype of ``x``. ``scale`` is
-    ``weight.scale`` as a number where the caller has it: on a GPU the product is then written once.
+    ``weight.scale`` as a number where the caller has it; on a GPU the product is then written once.
 
     Raises ValueError where the shapes do not fit together.
     """

@@ -1,11 +1,11 @@
-"""The frozen linear layer on tiled weights, and its gradient.
+"""Compute the frozen linear layer, and its input gradient, on tiled weights.
 
-Which variant of the product runs is the choice of ``rule.py``. Where decoding costs more than it saves, W0 is
-expanded a slab at a time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same
-one. The semantics are the same: exact operand, fp32 sum, one rounding.
+``rule.py`` chooses the variant of the product. Where decoding costs more than it saves, and all rows have the same
+tensor scale, W0 is expanded a slab at a time. cuBLAS then multiplies with the tensor scale as its fp32 factor. Either
+way the operand is exact, sums are fp32 and the result is rounded once.
 
 ``qerl::nvfp4_linear_tiles`` and its backward are torch.library operators, opaque to torch.compile and usable inside a
-CUDA graph. On a CPU the naive reference runs.
+CUDA graph. On a CPU plain torch computes the same.
 """
 
 import functools
@@ -23,20 +23,21 @@ from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
 from qerl_kernels.nvfp4 import expanded_factor
 from qerl_kernels.tiles import TiledWeight
 
-MOST_SLAB_ROWS = 32768  # of W0 that are expanded at one time; narrower slabs cost cuBLAS a few percent
+MOST_SLAB_ROWS = 32768  # rows of W0 that are expanded at one time; narrower slabs cost cuBLAS a few percent
 
 
 def slab_rows(N: int) -> int:
-    """Rows of a weight that are expanded at one time: all, or as few equal slabs as the limit allows."""
+    """Return how many rows of a weight are expanded at one time: all, or as few equal slabs as the limit allows."""
     slabs = -(-N // MOST_SLAB_ROWS)
     return -(-N // slabs // tiles.TILE) * tiles.TILE
 
 
 @functools.cache
 def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
-    """Compile (or fetch from the cache), prove and load every variant; see that a weight of (N, K) has one for any M.
+    """Compile or fetch, prove and load every variant, and check that a weight of (N, K) has one for any M.
 
-    Raises CompileError where it has none; with one text for all layers where no variant can be used at all.
+    Warns once where the rule was fitted on another GPU. Raises CompileError where no variant fits, or a kernel that
+    runs beside the product fails. Its text is the same for all layers where no variant can be used at all.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     variants = rule.rule().variants
@@ -56,7 +57,10 @@ def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.b
 
 @functools.cache
 def machine(device: int, operand: torch.dtype) -> Machine:
-    """A GPU with the variants that are refused there. The first time that is to be asked outside of a CUDA graph."""
+    """Describe a GPU with the variants that are refused there.
+
+    The first call compiles and proves every variant, so it must not be made while a CUDA graph is captured.
+    """
     variants = list(rule.rule().variants)
     gemm.compile_all(variants, operand)
     proven = proof.usable(variants, torch.device("cuda", device), operand)
@@ -72,18 +76,20 @@ def _warn_untuned(device: int) -> None:
 
 
 def supported(device: torch.device) -> bool:
-    """Whether the product runs on this device: a Hopper GPU."""
+    """Return True if the product runs on this device, which must be a Hopper GPU."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def linear(
     x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None = None, adapter: Adapter | None = None
 ) -> torch.Tensor:
-    """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only; with an ``adapter`` not at all.
+    """Compute y = row_scale * (x W0^T) + bias, and with an adapter + (x A^T) B^T.
 
     ``x: (..., K)`` in the weight's ``operand`` (on a CPU any type), ``bias: (N,)`` fp32 -> ``(..., N)`` in the dtype of
-    ``x``. An adapter adds (x A^T) B^T. Raises ValueError where shapes or types do not fit, where a gradient would have
-    to pass an adapter, or the device is neither a CPU nor a Hopper GPU.
+    ``x``. It is differentiable with respect to ``x`` only, and with an ``adapter`` not at all.
+
+    Raises ValueError where shapes or types do not fit, or a gradient would have to pass an adapter. Raises it, too,
+    where the device is neither a CPU nor a Hopper GPU. Raises CompileError where no kernel can be used.
     """
     if x.shape[-1] != weight.K or (bias is not None and bias.shape != (weight.N,)):
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
@@ -108,7 +114,7 @@ def _check_adapter(x: torch.Tensor, weight: TiledWeight, adapter: Adapter) -> No
         raise ValueError(f"spans are {adapter.spans.dtype} {tuple(adapter.spans.shape)}, not int32 (ceil(N / 64), 2)")
 
 
-# The counters are zero before and after each call: to the caller nothing is mutated.
+# The counters are zero before and after each call, so the operator declares no argument as mutated.
 @torch.library.custom_op("qerl::nvfp4_linear_tiles", mutates_args=(), device_types="cpu")
 def _linear(
     x: torch.Tensor,
@@ -163,7 +169,10 @@ def _planned(
     device: torch.device,
     operand: torch.dtype,
 ) -> gemm.Plan | None:
-    """How M tokens are multiplied on a thread; None: the weight is expanded. Raises ValueError on other GPUs."""
+    """Return the plan by which a thread multiplies M tokens, or None where the weight is expanded.
+
+    Raises ValueError on GPUs other than Hopper.
+    """
     if not supported(device):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
@@ -186,7 +195,10 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=to
 def expand_and_multiply(
     x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None, slab: int | None = None
 ) -> torch.Tensor:
-    """``x: (M, K)`` -> ``(M, N)``: W0 a ``slab`` of rows at a time, then cuBLAS with ``scale`` as its factor."""
+    """Expand W0 a ``slab`` of rows at a time, and multiply by cuBLAS: ``x: (M, K)`` -> ``(M, N)``.
+
+    ``scale`` is the tensor scale, which becomes cuBLAS's factor.
+    """
     y = torch.empty(x.shape[0], weight.N, dtype=x.dtype, device=x.device)
     slab, scale = slab or slab_rows(weight.N), scale / expanded_factor(weight.operand)
     for first in range(0, weight.N, slab):
@@ -217,7 +229,7 @@ def _expand_backward(dy, tiles_, row_scale, N, K, scale=None, operand=torch.bflo
     factor = 1 / expanded_factor(operand)
     if scale is not None:
         return _scaled_matmul(dy.reshape(-1, N), w, factor * scale.item(), None).view(*dy.shape[:-1], K)
-    largest = row_scale.amax()  # the rows' scales stand inside the sum: the largest can wait for the result
+    largest = row_scale.amax()  # the sum runs over rows, so only a common factor, the largest, can be applied to it
     scaled = (dy.reshape(-1, N).float() * (row_scale / largest)).to(dy.dtype)
     return _matmul_fp32(scaled, w).mul_(factor * largest).to(dy.dtype).view(*dy.shape[:-1], K)
 

@@ -1,4 +1,4 @@
-"""Marlin's FP4 layout in closed form: where each code and block scale of the canonical layout lies, and back.
+"""Convert between the checkpoint's layout and Marlin's FP4 layout, which is given here in closed form.
 
 vLLM repacks the codes ``(N, K/2) uint8`` to int32 ``(K/16, 2N)``. Word ``w = 4i + j`` (``i < 32, j < 4``) of the block
 that holds rows ``16t .. 16t+15`` of K and columns ``64b .. 64b+63`` of N has eight nibbles; nibble ``m`` stands, with
@@ -9,12 +9,13 @@ that holds rows ``16t .. 16t+15`` of K and columns ``64b .. 64b+63`` of N has ei
 
 The block scales ``(N, K/16)`` become ``(K/16, N)``: column ``64b + 8i + 4h + 2a + c`` (``i < 8``; h, a and c are bits)
 holds row ``64b + 32h + 16c + 8a + i``. Each is multiplied by ``2^(7 + exponent)`` and stored as the bits 14 to 7 of
-that number in half precision: five bits of exponent and three of mantissa, no sign. What is below 2 then is stored as
-zero, so that the format holds scales from ``2^(-6 - exponent)`` on. The exponent is that of a whole layer: for BF16
-activations vLLM takes the largest one that leaves all scales at 448 or below, for half precision zero. The tensor scale
-that the kernel gets is divided by ``2^exponent``.
+that number in half precision: five bits of exponent and three of mantissa, no sign. A product below 2 is stored as
+zero, so the format holds scales from ``2^(-6 - exponent)`` on.
 
-vLLM fills up N and K with zeros where its kernel asks for it, N to a multiple of 64 at least.
+All scales of a layer have one exponent. For BF16 activations vLLM takes the largest one that leaves all scales at 448
+or below, for half precision zero. The tensor scale that the kernel gets is divided by ``2^exponent``.
+
+vLLM pads N and K with zeros where its kernel needs it, N to a multiple of 64 at least.
 """
 
 import math
@@ -25,16 +26,16 @@ import torch
 
 from qerl_kernels.nvfp4 import unpack
 
-BLOCK = 64  # columns of N that are permuted among themselves: the least that can be cut off without a copy
+BLOCK = 64  # columns of N that are permuted among themselves; a view can start or end only at a multiple of it
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
 class MarlinWeight:
-    """``words: (K/16, 2 N') int32`` and ``scales: (K/16, N') uint8``, N' the next multiple of 64 from N on.
+    """Hold a weight in Marlin's layout: ``words: (K/16, 2 N') int32`` and ``scales: (K/16, N') uint8``.
 
-    Both may be columns of a larger weight. ``scale: () fp32`` is the tensor scale as the checkpoint means it, one over
-    its divisor, and ``exponent`` that of the block scales.
+    N' is the next multiple of 64 from N on. Both tensors may be columns of a larger weight. ``scale: () fp32`` is the
+    tensor scale, one over the checkpoint's divisor. ``exponent`` is that of the block scales.
     """
 
     words: torch.Tensor
@@ -45,13 +46,13 @@ class MarlinWeight:
     K: int
 
     def canonical(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The checkpoint's ``codes: (N, K/2)`` uint8 and ``block_scales: (N, K/16)`` float8_e4m3fn, bit for bit."""
+        """Return the checkpoint's ``codes: (N, K/2)`` uint8 and ``block_scales: (N, K/16)`` float8_e4m3fn, exactly."""
         return unpack_words(self.words)[: self.N], load_scales(self.scales, self.exponent)[: self.N]
 
 
 @lru_cache
 def _coordinates() -> tuple[torch.Tensor, torch.Tensor]:
-    """(k, n) within a 16 x 64 block of every nibble: both (128, 8), on the CPU as nvfp4's table is."""
+    """Return (k, n) within a 16 x 64 block of every nibble: both (128, 8), on the CPU as nvfp4's table is."""
     word = torch.arange(128, device="cpu").unsqueeze(1)
     i, j = word // 4, word % 4
     e = torch.tensor(_NIBBLE_ORDER, device="cpu")
@@ -62,7 +63,7 @@ def _coordinates() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def repack(codes: torch.Tensor) -> torch.Tensor:
-    """``codes: (N, K/2)`` uint8 -> Marlin's words, int32 ``(K/16, 2N)``; N a multiple of 64, K of 16."""
+    """Repack ``codes: (N, K/2)`` uint8 to Marlin's words, int32 ``(K/16, 2N)``; N is a multiple of 64, K of 16."""
     nibbles = unpack(codes)  # (N, K)
     N, K = nibbles.shape
     blocks = nibbles.view(N // 64, 64, K // 16, 16).permute(2, 0, 3, 1)  # (K/16, N/64, k, n)
@@ -74,10 +75,10 @@ def repack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``repack``: int32 ``(K/16, 2N)``, rows of any stride -> ``codes: (N, K/2)``.
+    """Invert ``repack``: int32 ``(K/16, 2N)``, rows of any stride -> ``codes: (N, K/2)`` uint8.
 
-    With the bits of ``e`` written out, nibble ``m = 4 p + 2 q + r`` is column ``2 (i%4 + 4 r) + p`` of row
-    ``16 j + i // 4 + 8 q``: a byte of codes joins a nibble of the word's lower half with one of its upper half.
+    With the bits of ``e`` written out, nibble ``m = 4 p + 2 q + r`` is column ``2 (i%4 + 4 r) + p`` of row ``16 j + i
+    // 4 + 8 q``. So a byte of codes joins a nibble of the word's lower half with one of its upper half.
     """
     steps, N = words.shape[0], words.shape[1] // 2
     halves = words.view(torch.uint8).view(steps, N // BLOCK, 8, 4, 4, 2, 2)  # t, b, i // 4, i % 4, j, p, q
@@ -90,7 +91,7 @@ def unpack_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def store_scales(block_scales: torch.Tensor, exponent: int) -> torch.Tensor:
-    """``block_scales: (N, K/16)`` float8_e4m3fn -> Marlin's bytes, uint8 ``(K/16, N)``; N a multiple of 64.
+    """Convert ``block_scales: (N, K/16)`` float8_e4m3fn to Marlin's bytes, uint8 ``(K/16, N)``; N is a multiple of 64.
 
     Negative scales and those below ``2^(-6 - exponent)`` become zero.
     """
@@ -102,18 +103,19 @@ def store_scales(block_scales: torch.Tensor, exponent: int) -> torch.Tensor:
 
 
 def load_scales(stored: torch.Tensor, exponent: int) -> torch.Tensor:
-    """The inverse of ``store_scales``: uint8 ``(K/16, N)``, rows of any stride -> ``(N, K/16)`` float8_e4m3fn."""
+    """Invert ``store_scales``: uint8 ``(K/16, N)``, rows of any stride -> ``(N, K/16)`` float8_e4m3fn."""
     groups, N = stored.shape
     stored = stored.view(groups, N // BLOCK, 8, 2, 2, 2).permute(1, 3, 5, 4, 2, 0).reshape(N, groups)
-    # every E4M3 number but zero is a normal one in half precision: the power of two goes off its exponent's bits
+    # Every E4M3 number but zero is normal in half precision, so the power of two is subtracted from the exponent bits.
     bits = ((stored.to(torch.int16) << 7) - ((7 + exponent) << 10)).clamp_(min=0)
     return bits.view(torch.float16).to(torch.float8_e4m3fn)
 
 
 def scale_exponent(block_scales: torch.Tensor, stored: torch.Tensor) -> int | None:
-    """The exponent with which ``stored: (K/16, N)`` uint8 was made of ``block_scales: (N, K/16)`` float8_e4m3fn.
+    """Return the exponent with which ``stored: (K/16, N)`` was made of ``block_scales: (N, K/16)`` float8_e4m3fn.
 
-    None if there is none that gives all scales back: one was lost, or the form is another one. Waits for the device.
+    Returns None if no exponent gives all scales back: one was lost, or ``stored`` has another layout. Waits for the
+    device.
     """
     largest = float(block_scales.float().amax())
     kept = float((stored.amax().to(torch.int16) << 7).view(torch.float16))

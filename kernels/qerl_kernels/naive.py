@@ -1,4 +1,4 @@
-"""Readable references: what each kernel must compute, and the path taken on a CPU."""
+"""Define what each kernel must compute, in readable references that also run on a CPU."""
 
 import torch
 
@@ -12,7 +12,7 @@ def linear(
     row_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = row_scale * (x W0^T) + bias with W0 = code * block scale, in fp32 with one rounding at the end.
+    """Compute y = row_scale * (x W0^T) + bias with W0 = code * block scale, in fp32 with one rounding at the end.
 
     ``x: (..., K)``, ``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``row_scale: () or (N,)`` fp32 tensor scales,
     ``bias: (N,)`` -> ``(..., N)`` in the dtype of ``x``.
@@ -28,7 +28,7 @@ def linear(
 def linear_backward(
     dy: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor
 ) -> torch.Tensor:
-    """dx = (dy * row_scale) W0, the gradient of ``linear`` with respect to ``x``, in fp32 with one rounding at the end.
+    """Compute dx = (dy * row_scale) W0, the gradient of ``linear`` for ``x``, in fp32 with one rounding at the end.
 
     ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``.
     """
@@ -38,10 +38,10 @@ def linear_backward(
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """y = x / sqrt(mean(x^2) + epsilon) * w, in fp32 with one rounding at the end.
+    """Compute y = x / sqrt(mean(x^2) + epsilon) * w, in fp32 with one rounding at the end.
 
     ``x: (..., H)``, ``w: (H,)`` fp32 -> ``(..., H)`` in the dtype of ``x``. The engine and the trainer both call this
-    definition, so that a noise too small for BF16 still reaches the output and is the same on both sides.
+    definition. So noise that is too small for BF16 still reaches the output, and is the same on both sides.
     """
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + epsilon) * w.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The NVFP4 weight format: the one place that defines the bytes.
+"""Define the NVFP4 weight format, its bytes in this one place.
 
 A weight ``w: (N, K)`` is stored as
 
@@ -10,11 +10,11 @@ and stands for ``w[n, k] = value(code[n, k]) * block_scale[n, k // 16] / divisor
 and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 
 The product ``value(code) * block_scale`` has at most 2 + 4 significant bits and an exponent between 2^-10 and 2^12, so
-it is exact in BF16. That product, without the tensor scale, is the operand that trainer and engine share bit for bit;
+it is exact in BF16. That product, without the tensor scale, is the operand that trainer and engine share bit for bit.
 ``1 / divisor`` is applied in fp32 to the result of the matrix product.
 
-Layout on disk: compressed-tensors ``nvfp4-pack-quantized``
-(``weight_packed``, ``weight_scale``, ``weight_global_scale``).
+On disk the layout is compressed-tensors' ``nvfp4-pack-quantized``, whose tensors are ``weight_packed``,
+``weight_scale`` and ``weight_global_scale``.
 """
 
 import functools
@@ -25,15 +25,15 @@ import torch
 GROUP_SIZE = 16
 CODE_MAX = 6.0  # largest E2M1 value
 SCALE_MAX = 448.0  # largest E4M3 value
-ZERO_BLOCK_SCALE = 0.125  # written where a block's scale rounds to zero: its codes are zero at any scale
+ZERO_BLOCK_SCALE = 0.125  # written where a block's scale rounds to zero; its codes are zero at any scale
 
-# value of a code's low three bits; bit 3 is the sign
+# values of a code's low three bits; bit 3 is the sign
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class NVFP4Weight:
-    """One packed weight: ``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()``."""
+    """Hold one packed weight: ``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()``."""
 
     codes: torch.Tensor
     block_scales: torch.Tensor
@@ -41,34 +41,35 @@ class NVFP4Weight:
 
 
 def divisor_from_amax(amax: torch.Tensor) -> torch.Tensor:
-    """The tensor divisor 2688 / amax, computed in the dtype of ``amax`` (BF16 sources: as llmcompressor does).
+    """Return the tensor divisor 2688 / amax, computed in the dtype of ``amax`` as llmcompressor does.
 
-    A weight that is zero, or so small that the quotient overflows, gets 1: no infinity is ever written.
+    A weight that is zero, or so small that the quotient overflows, gets 1, so that no infinity is written.
     """
     divisor = (SCALE_MAX * CODE_MAX / amax).float()
     return torch.where(torch.isfinite(divisor), divisor, torch.ones_like(divisor)).reshape(())
 
 
 def round_to_codes(x: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 code, ties to the even code; ``x`` of any shape -> uint8 of that shape.
+    """Round to the nearest E2M1 code, ties to the even code: ``x`` of any shape -> uint8 of that shape.
 
     A negative number that rounds to zero keeps its sign (code 8); -0 itself gets code 0.
     """
     a = x.abs().float()
-    # the index on each of the three straight pieces, whose steps are 0.5, 1 and 2 (torch.round takes a tie to the even
-    # integer, which is also the even index); outside its own piece each one is too large, so the least is right
+    # The values lie on three straight pieces with steps of 0.5, 1 and 2; each term is the index on one of them. Outside
+    # its own piece a term is too large, so the least is right. torch.round takes a tie to the even integer, which is
+    # also the even index.
     index = torch.minimum((a * 2).round_(), a.round().add_(2))
     index = torch.minimum(index, (a * 0.5).round_().add_(4)).clamp_(max=7)
     return index.to(torch.uint8) | ((x < 0).to(torch.uint8) << 3)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """``codes: (..., K)`` -> ``(..., K/2)``, the even column in the low nibble."""
+    """Pack ``codes: (..., K)`` two a byte -> ``(..., K/2)``, the even column in the low nibble."""
     return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous()
 
 
 def unpack(codes: torch.Tensor) -> torch.Tensor:
-    """``codes: (..., K/2)`` -> one code a byte, ``(..., K)``."""
+    """Unpack ``codes: (..., K/2)`` -> one code a byte, ``(..., K)``."""
     return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
 
 
@@ -81,7 +82,7 @@ def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weigh
 
     Raises ValueError if K is not a multiple of 16.
     """
-    if w.is_cuda:  # torch divides there by the reciprocal, which rounds differently; the kernel gives the CPU's bits
+    if w.is_cuda:  # torch multiplies by the reciprocal there, which rounds differently; the kernel gives the CPU's bits
         from qerl_kernels import nvfp4_triton
 
         return nvfp4_triton.quantize(w, divisor)
@@ -97,14 +98,17 @@ def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weigh
 
 
 def encode(w: torch.Tensor, block_scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """The packed codes nearest to ``w: (N, K)`` for given non-zero ``block_scales: (N, K/16)`` -> (N, K/2) uint8."""
+    """Return the packed codes nearest to ``w: (N, K)`` for non-zero ``block_scales: (N, K/16)`` -> (N, K/2) uint8."""
     N, K = w.shape
     step = (block_scales.float() / divisor).unsqueeze(-1)  # (N, K/16, 1)
     return pack(round_to_codes(w.reshape(N, K // GROUP_SIZE, GROUP_SIZE).float() / step).view(N, K))
 
 
 def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
-    """The exact BF16 operand ``value(code) * block_scale``, without the tensor scale -> (N, K) bfloat16."""
+    """Expand the exact BF16 operand ``value(code) * block_scale`` -> (N, K) bfloat16.
+
+    The tensor scale is not applied.
+    """
     N, half = codes.shape
     pairs = _byte_values().to(codes.device)[codes.int()]  # (N, K/2, 2): the two columns of a byte
     blocks = pairs.view(N, 2 * half // GROUP_SIZE, GROUP_SIZE)
@@ -112,20 +116,20 @@ def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
 
 
 def expanded_factor(dtype: torch.dtype) -> float:
-    """What the operand is multiplied by where it is expanded in ``dtype`` for a library's product: 2^-14 in float16.
+    """Return the factor of the operand where it is expanded in ``dtype`` for a library's product: 2^-14 in float16.
 
-    That is exact, as the operand is a multiple of 2^-10 and float16 has steps of 2^-24. cuBLAS may add up the parts of
-    a float16 sum in float16 and apply the tensor scale later: sums of the operand itself, thousands of times as large
-    as those of the weight, would be infinite.
+    It is exact, as the operand is a multiple of 2^-10 and float16 has steps of 2^-24. cuBLAS may add up the parts of a
+    float16 sum in float16 and apply the tensor scale later. Sums of the operand itself are thousands of times as large
+    as those of the weight, and would become infinite.
     """
     return 2.0**-14 if dtype == torch.float16 else 1.0
 
 
 @functools.cache
 def _byte_values() -> torch.Tensor:
-    """Both values of each of the 256 bytes: (256, 2) bfloat16, on the CPU.
+    """Return both values of each of the 256 bytes: (256, 2) bfloat16, on the CPU.
 
-    None is kept on a GPU: what is first made while a model loads lies in memory that vLLM's sleep mode takes away.
+    No copy is kept on a GPU: one first made while a model loads would lie in memory that vLLM's sleep mode takes away.
     """
     values = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), dtype=torch.bfloat16, device="cpu")
     return values[unpack(torch.arange(256, dtype=torch.uint8, device="cpu").unsqueeze(-1)).long()]

@@ -1,8 +1,8 @@
-"""NVRTC by ctypes: CUDA C++ to machine code, in this process, or in several by running this file as a program.
+"""Compile CUDA C++ to machine code through NVRTC's C interface, in this process or as a program of its own.
 
-As a program it takes the library's path as its argument and on standard input one job a line, a JSON object with
-``source``, ``options`` and the ``file`` to write; NVRTC compiles one source at a time in a process. It imports nothing
-but the standard library, so that it starts at once.
+As a program it takes the library's path as its argument. Each line of standard input is one job, a JSON object with
+``source``, ``options`` and the ``file`` to write. Several processes compile at one time, because NVRTC compiles one
+source at a time in each. It imports only the standard library, so that it starts at once.
 """
 
 import ctypes
@@ -13,22 +13,22 @@ import sys
 import tempfile
 from pathlib import Path
 
-DIGEST = hashlib.sha256().digest_size  # bytes of it stand ahead of the machine code in a file of the cache
+DIGEST = hashlib.sha256().digest_size  # bytes of the hash that a file of the cache starts with
 
 
 class CompileError(RuntimeError):
-    """A kernel's source was refused, the message ends with the compiler's log; or its machine code does not load."""
+    """Report that a kernel's source was refused, with the compiler's log, or that its machine code does not load."""
 
 
 def version(nvrtc: ctypes.CDLL) -> str:
-    """Such as "13.0"."""
+    """Return NVRTC's version, such as "13.0"."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
 
 
 def compile_source(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> bytes:
-    """CUDA C++ -> machine code. Raises CompileError with the log."""
+    """Compile CUDA C++ to machine code; raises CompileError with the log."""
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"qerl.cu", 0, None, None)
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -47,9 +47,10 @@ def compile_source(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> bytes
 
 
 def keep(file: Path, code: bytes) -> None:
-    """Write under another name and rename when whole: other processes may compile the same at the same time.
+    """Write machine code to ``file`` under another name and rename it when whole.
 
-    Raises OSError and leaves nothing where that fails, as on a full disk.
+    Other processes may compile the same code at the same time. Raises OSError where that fails, as on a full disk; no
+    partial file is left.
     """
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=file.parent)
@@ -63,14 +64,14 @@ def keep(file: Path, code: bytes) -> None:
 
 
 def kept(file: Path) -> bytes | None:
-    """What ``keep`` has written; None if it is damaged. Raises OSError if it cannot be read."""
+    """Return what ``keep`` has written, or None if it is damaged; raises OSError if it cannot be read."""
     content = file.read_bytes()
     code = content[DIGEST:]
     return code if hashlib.sha256(code).digest() == content[:DIGEST] else None
 
 
 def main() -> None:
-    """Compile the jobs of standard input."""
+    """Compile the jobs of standard input; raises CompileError or OSError at the first that fails."""
     nvrtc = ctypes.CDLL(sys.argv[1])
     for line in sys.stdin:
         job = json.loads(line)

@@ -1,10 +1,12 @@
-"""A variant of the product is proven on a machine before it is used there: exact outputs, once for each compiled code.
+"""Prove each variant of the product on a machine before it is used there: its outputs must be exact.
 
-One-hot tokens must give the weight itself, bit for bit, over all 16 codes under every block scale, and a small adapter
-the rounded sum of both. That is a few launches of microseconds a variant. The kernels beside it, the adapter's first
-product and W0 itself, are asked for the same numbers. A verdict lies beside the machine code in the cache, under the
-hash of the code, the GPU's name and this file; without a cache it is found anew in each process. What the committed
-gate (``kernels/bench/gate.py``) proves beyond that, it proves on the GPU and the compiler of the results.
+One-hot tokens must give the weight itself, bit for bit, over all 16 codes under every block scale. With a small adapter
+they must give the rounded sum of both. That is a few launches of microseconds a variant. The adapter's small kernel and
+the kernel that expands W0 are checked on the same numbers.
+
+Each compiled code is proven once. A verdict lies beside the machine code in the cache, under the hash of the code, the
+GPU's name and this file. Without a cache each process proves the code anew. ``kernels/bench/gate.py`` checks more, on
+the GPU and the compiler of the committed results.
 """
 
 import functools
@@ -20,12 +22,16 @@ from qerl_kernels import compiler, gemm, nvfp4, tiles
 from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, Variant, load_shrink, shrink, shrink_code, spans
 from qerl_kernels.counters import forget_counters
 
-ROWS, COLUMNS = 144, 512  # more blocks of 16 than there are scales; off the 64 rows of a tile
+ROWS, COLUMNS = 144, 512  # more blocks of 16 than there are scales; not a multiple of a tile's 64 rows
 PASSED, FAILED = b"passed", b"failed: "
 
 
 class Problem(NamedTuple):
-    """A weight with every product of code and scale, tokens, an adapter, and what must come out without and with it."""
+    """Hold what a variant is examined on.
+
+    ``weight`` has every product of code and scale. ``alone`` and ``adapted`` are what the tokens ``x`` must give
+    without and with the ``adapter``.
+    """
 
     weight: tiles.TiledWeight
     x: torch.Tensor
@@ -37,7 +43,10 @@ class Problem(NamedTuple):
 def usable(
     configurations: Iterable[gemm.Configuration], device: torch.device, operand: torch.dtype
 ) -> list[gemm.Configuration]:
-    """Those that are proven, loaded on ``device``; warns once of those that are not, by the first, if others are."""
+    """Return the configurations that are proven, loaded on ``device``.
+
+    Warns once, with the first reason, where some fail; the caller reports where all do.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     found, failed = [], []
     for configuration in configurations:
@@ -46,7 +55,7 @@ def usable(
             found.append(configuration)
         else:
             failed.append(f"{configuration}: {said}")
-    if found and failed:  # where all fail the caller has no kernel, and says why
+    if found and failed:  # where all fail the caller raises
         warnings.warn(
             f"{len(failed)} of {len(found) + len(failed)} kernels do not load or compute wrong numbers on this machine "
             f"and are not used: {failed[0]}",
@@ -57,9 +66,9 @@ def usable(
 
 @functools.cache
 def verdict(configuration: gemm.Configuration, device: int, operand: torch.dtype) -> str | None:
-    """What is wrong with a variant on this GPU; None if it is proven.
+    """Return what is wrong with a variant on this GPU, or None if it is proven.
 
-    That one does not compile or load is not kept on disk: it may at another time.
+    A failure to compile or load is not kept on disk, since it may succeed another time.
     """
     try:
         gemm.load(configuration, torch.device("cuda", device), operand)
@@ -71,9 +80,9 @@ def verdict(configuration: gemm.Configuration, device: int, operand: torch.dtype
 
 @functools.cache
 def verdict_beside(device: int, operand: torch.dtype) -> str | None:
-    """What is wrong with the kernels that run beside every variant; None if they are proven. Loads them.
+    """Load the kernels that run beside every variant; return what is wrong with them, or None if they are proven.
 
-    As ``verdict``: that one does not compile or load holds for this process, which does not try it once a layer.
+    A failure to compile or load holds for this process, so that not every layer tries again. It is not kept on disk.
     """
     try:
         load_shrink(torch.device("cuda", device), operand)
@@ -97,17 +106,17 @@ def _kept_or_found(codes: list[bytes], device: int, find: Callable[[], str | Non
 
 
 def forget() -> None:
-    """Keeps nothing on the GPU of what was allocated to ask.
+    """Free what proofs have allocated on the GPU.
 
-    While vLLM loads a model with sleep mode, all that is allocated lies in memory that it takes away when it sleeps,
-    and at level 2 brings back with other contents; another engine in the process may launch kernels meanwhile.
+    While vLLM loads a model with sleep mode, all allocations lie in memory that it takes away when it sleeps. At level
+    2 it brings that memory back with other contents. Another engine in the process may launch kernels meanwhile.
     """
     problem.cache_clear()
     forget_counters()
 
 
 def examine(configuration: gemm.Configuration, given: Problem) -> str | None:
-    """What one variant computes wrongly; None if nothing."""
+    """Return what one variant computes wrongly, or None if nothing."""
     how = Shrink(Variant(8, 1, 16), 8)
     for tokens in (COLUMNS, 1):
         x = given.x[:tokens]
@@ -119,9 +128,12 @@ def examine(configuration: gemm.Configuration, given: Problem) -> str | None:
 
 
 def examine_beside(given: Problem) -> str | None:
-    """What the adapter's first product, in any launch, or the expanded weight is wrong in; None if nothing."""
+    """Return what is wrong in the expanded weight or in any launch of the adapter's small kernel.
+
+    Returns None if nothing is.
+    """
     operand = given.weight.operand
-    w = given.alone.roll(-3, 0).t() * nvfp4.expanded_factor(operand)  # exact
+    w = given.alone.roll(-3, 0).t() * nvfp4.expanded_factor(operand)  # the factor is exact
     if wrong := int((gemm.dequantize(given.weight) != w).sum()):
         return f"expanded weight: {wrong} of {w.numel()} numbers differ"
     a = given.adapter.a
@@ -135,15 +147,15 @@ def examine_beside(given: Problem) -> str | None:
 
 @functools.cache
 def problem(device: int, operand: torch.dtype) -> Problem:
-    """On a GPU, for activations of one type."""
+    """Return the problem on a GPU, for activations of one type, made once until ``forget``."""
     return make(torch.device("cuda", device), operand)
 
 
 def make(device: torch.device, operand: torch.dtype) -> Problem:
-    """All numbers are such that fp32 sums of them are exact: what comes out is one rounding of a known number.
+    """Make a problem whose fp32 sums are exact, so that each expected output is one rounding of a known number.
 
-    A trainer may ask first in a forward pass, under autocast, which would round in between: a right kernel would be
-    found wrong, and that verdict kept.
+    Autocast is off. A trainer may ask first in a forward pass under autocast, which would round in between; a right
+    kernel would then be found wrong, and that verdict kept.
     """
     with torch.autocast(device.type, enabled=False):
         return _make(device, operand)
@@ -152,13 +164,13 @@ def make(device: torch.device, operand: torch.dtype) -> Problem:
 def _make(device: torch.device, operand: torch.dtype) -> Problem:
     codes = torch.arange(ROWS * COLUMNS, dtype=torch.int64).mul_(7).remainder_(16).view(ROWS, COLUMNS).to(torch.uint8)
     scales = torch.arange(ROWS * COLUMNS // nvfp4.GROUP_SIZE, dtype=torch.int64).remainder_(254).to(torch.uint8)
-    scales = torch.where(scales < 127, scales, scales + 1).view(ROWS, -1)  # 127 and 255 are no numbers
+    scales = torch.where(scales < 127, scales, scales + 1).view(ROWS, -1)  # bytes 127 and 255 are NaN
     packed, block_scales = nvfp4.pack(codes).to(device), scales.view(torch.float8_e4m3fn).to(device)
     weight = tiles.tile_weight(packed, block_scales, torch.ones((), dtype=torch.float32, device=device), operand)
     w = nvfp4.dequantize(packed, block_scales).float()  # (N, K)
     a = (torch.arange(32 * COLUMNS, device=device).mul_(5).remainder_(13) - 6).view(32, COLUMNS).float()
     b = (torch.arange(ROWS * 32, device=device).mul_(3).remainder_(11) - 5).view(ROWS, 32).float()
     adapter = Adapter(a.to(operand), b.to(operand), spans([ROWS], 32).to(device))
-    x = torch.eye(COLUMNS, dtype=torch.float32, device=device).roll(3, 0)  # token i has its one in column i - 3
+    x = torch.eye(COLUMNS, dtype=torch.float32, device=device).roll(3, 0)  # token i is one in column i - 3
     adapted = (x @ w.t() + (x @ a.t()) @ b.t()).to(operand)
     return Problem(weight, x.to(operand), adapter, (x @ w.t()).to(operand), adapted)

@@ -1,6 +1,6 @@
-"""RMSNorm with its gradient, which keeps the input and one number a row.
+"""Compute RMSNorm with its gradient, keeping only the input, its weight and one number a row.
 
-Written in plain torch, a framework passes over memory a dozen times and keeps the input once more in fp32.
+In plain torch it takes a dozen passes over memory and keeps the input once more in fp32.
 """
 
 import torch
@@ -9,11 +9,12 @@ from qerl_kernels import naive
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor, epsilon: float, *, rounded: bool = False) -> torch.Tensor:
-    """y = x / sqrt(mean(x^2) + epsilon) * w, in fp32 with one rounding at the end, differentiable in x and w.
+    """Compute y = x / sqrt(mean(x^2) + epsilon) * w, in fp32 with one rounding at the end, differentiable in x and w.
 
     ``x: (..., H)``, ``w: (H,)`` fp32 -> ``(..., H)`` in the dtype of ``x``. With ``rounded`` the normalized input and w
-    are each rounded to that dtype before their product, as transformers and stock vLLM do. Raises ValueError where the
-    shapes do not fit or w is not fp32.
+    are each rounded to that dtype before their product, as transformers and stock vLLM do.
+
+    Raises ValueError where the shapes do not fit or w is not fp32.
     """
     if w.shape != x.shape[-1:] or w.dtype != torch.float32:
         raise ValueError(f"x is {tuple(x.shape)} and w {tuple(w.shape)} {w.dtype}; w must be ({x.shape[-1]},) in fp32")
@@ -22,7 +23,7 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, epsilon: float, *, rounded: bool 
 
 @torch.library.custom_op("qerl::rms_norm", mutates_args=(), device_types="cpu")
 def _rms_norm(x: torch.Tensor, w: torch.Tensor, epsilon: float, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The naive reference -> y and 1 / rms(x): (...,) fp32."""
+    """Compute y by the naive reference, and 1 / rms(x): (...,) fp32."""
     x32 = x.float()
     inverse = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + epsilon)
     y = w.to(x.dtype) * (x32 * inverse).to(x.dtype) if rounded else naive.rms_norm(x, w, epsilon)
@@ -45,7 +46,10 @@ def _(x, w, epsilon, rounded):
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, inverse: torch.Tensor, rounded: bool, with_w: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With n = x / rms(x) and g = dy w: dx = (g - n mean(g n)) / rms(x), dw = sum over rows of dy n, or zeros."""
+    """Compute dx = (g - n mean(g n)) / rms(x), with n = x / rms(x) and g = dy w.
+
+    With ``with_w`` also dw, the sum over rows of dy n, else zeros.
+    """
     factor = w.to(x.dtype).float() if rounded else w
     n = x.float() * inverse.unsqueeze(-1)
     g = dy.float() * factor

@@ -1,11 +1,11 @@
-"""RMSNorm and its gradient on a GPU, one pass over memory each: a program takes one row after another."""
+"""Compute RMSNorm and its gradient on a GPU, in one pass over memory each; a program takes one row after another."""
 
 import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 4096  # at most, each with rows a fixed distance apart
-PROGRAMS_WITH_W = 528  # where each leaves a sum of its rows for the gradient of w
+PROGRAMS = 4096  # the most programs of a launch; each takes every PROGRAMS-th row
+PROGRAMS_WITH_W = 528  # the most programs where each writes the sum of its rows for the gradient of w
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _launch(H: int) -> dict[str, int]:
 
 
 def forward(x: torch.Tensor, w: torch.Tensor, epsilon: float, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x: (..., H)``, ``w: (H,)`` fp32, contiguous -> y and 1 / rms(x): (...,) fp32."""
+    """Compute y and 1 / rms(x), (...,) fp32, of contiguous ``x: (..., H)`` and ``w: (H,)`` fp32."""
     H = x.shape[-1]
     y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     if rows := inverse.numel():
@@ -70,7 +70,10 @@ def forward(x: torch.Tensor, w: torch.Tensor, epsilon: float, rounded: bool) -> 
 def backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, inverse: torch.Tensor, rounded: bool, with_w: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and, ``with_w``, of w (else zeros); the sum over rows has the same order every time."""
+    """Compute the gradients of x and, with ``with_w``, of w (else zeros), all contiguous.
+
+    The sum over rows has the same order every time.
+    """
     H = x.shape[-1]
     dx, dw = torch.empty_like(x), torch.zeros_like(w)
     if rows := inverse.numel():

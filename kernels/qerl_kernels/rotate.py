@@ -1,20 +1,21 @@
-"""Rotary position embedding of queries or keys, rounded once, and its gradient.
+"""Apply the rotary position embedding to queries or keys with one rounding, and compute its gradient.
 
-With the halves x = (x1, x2) of a head, and cosines c = (c1, c2) and sines s = (s1, s2) of a position,
+With the halves x = (x1, x2) of a head, and cosines c = (c1, c2) and sines s = (s1, s2) of a position, it computes
 
     y = (x1 c1 - x2 s1, x2 c2 + x1 s2)        dx = (dy1 c1 + dy2 s2, dy2 c2 - dy1 s1)
 
-in fp32. Operation by operation the same takes eight passes over memory forward and more backward, in fp32 where one
-rounding is wanted.
+in fp32. As separate operations the same takes eight passes over memory forward and more backward. They need fp32
+tensors to round only once.
 """
 
 import torch
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """``x: (..., T, heads, D)``, ``cosine`` and ``sine: (..., T, D)`` fp32 -> as ``x``, differentiable in ``x`` only.
+    """Rotate ``x: (..., T, heads, D)`` by ``cosine`` and ``sine: (..., T, D)`` fp32; differentiable in ``x`` only.
 
-    Raises ValueError where the shapes do not fit together, D is odd or the angles are not fp32.
+    The result has the shape and dtype of ``x``. Raises ValueError where the shapes do not fit together, D is odd or the
+    angles are not fp32.
     """
     *rows, _, D = x.shape
     fits = cosine.shape == sine.shape == (*rows, D) and D % 2 == 0
@@ -28,7 +29,7 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
 
 @torch.library.custom_op("qerl::rotate", mutates_args=(), device_types="cpu")
 def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """The naive reference."""
+    """Compute the rotation in plain torch, as a reference."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x.float() * cosine[..., None, :] + turned * sine[..., None, :]).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding on a GPU, one pass over memory; a program takes all heads of a token."""
+"""Apply the rotary position embedding on a GPU in one pass over memory; a program takes all heads of a token."""
 
 import torch
 import triton
@@ -29,13 +29,13 @@ def _kernel(
 
 
 def turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, *, back: bool) -> torch.Tensor:
-    """``rotate`` of contiguous tensors, or with ``back`` its gradient."""
+    """Rotate contiguous tensors as ``rotate`` does, or with ``back`` compute its gradient."""
     *_, heads, D = x.shape
     y = torch.empty_like(x)
     if not x.numel():
         return y
     sizes = {"HALF": D // 2, "HEADS": triton.next_power_of_2(heads), "WIDTH": triton.next_power_of_2(D // 2)}
-    warps = min(4, max(1, sizes["HEADS"] * sizes["WIDTH"] // 256))  # 8 numbers a thread, where there are as many
+    warps = min(4, max(1, sizes["HEADS"] * sizes["WIDTH"] // 256))  # 8 pairs of numbers a thread, or fewer
     with torch.cuda.device_of(x):
         _kernel[(x.numel() // (heads * D),)](x, cosine, sine, y, heads, **sizes, BACK=back, num_warps=warps)
     return y

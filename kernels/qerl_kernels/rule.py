@@ -1,9 +1,9 @@
-"""Which variant of the product runs for (N, K, M), by itself or with an adapter: the one of least cost.
+"""Choose the variant of the product for (N, K, M), by itself or with an adapter: the one of least cost.
 
-The cost of each (``cost.py``) is known from times on one GPU; ``linear_tiles.json`` has the coefficients, that GPU's
-name and the conditions. Every layer and every number of tokens is chosen for in the same way; there is no list of
-layers. With many tokens the weight may also be expanded for cuBLAS. Nothing is tuned at run time; a choice takes
-some 5 ms (12 with an adapter) and is made once a (layer, rounded M).
+``cost.py`` computes each cost with coefficients that were fitted to times on one GPU. ``linear_tiles.json`` holds the
+coefficients, that GPU's name and the conditions. Every layer and every number of tokens is chosen for in the same way,
+so there is no list of layers. With many tokens the weight may also be expanded for cuBLAS. Nothing is tuned at run
+time. A choice takes some 5 ms (12 with an adapter) and is made once a (layer, rounded M).
 """
 
 import functools
@@ -23,17 +23,20 @@ from qerl_kernels.gemm import WHOLE, Configuration
 from qerl_kernels.tiles import TILE
 
 FILE = Path(__file__).with_name("linear_tiles.json")
-WASTE = 1.3  # of the tokens of tiles over those that there are, or
-SPARE = 40  # so many tokens more, for few
-EXPAND_FROM = 512  # tokens from which on expanding is known
-LONGEST_SHRINK = 4096  # tokens up to which the adapter's small kernel is known
-NEAR = 1.25  # of the least cost alone: what is looked at with an adapter
+WASTE = 1.3  # a variant fits if its tiles hold at most so many times the tokens,
+SPARE = 40  # or at most so many tokens more
+EXPAND_FROM = 512  # the fewest tokens for which expanding was timed
+LONGEST_SHRINK = 4096  # the most tokens for which the adapter's small kernel was timed
+NEAR = 1.25  # variants up to so many times the least cost alone are tried with an adapter
 CUBLAS_SHRINK = 7.0  # microseconds to launch cuBLAS for an adapter's first product, and not to overlap with it
 TB = 3.5  # TB/s of passes over x and y that an adapter of an expanded product takes
 
 
 class Rule(NamedTuple):
-    """The file: its GPU, the variants with their coefficients, the small kernel's, and expanding."""
+    """Hold the content of ``linear_tiles.json``.
+
+    That is its GPU, the variants with their coefficients, and the coefficients of the small kernel and of expanding.
+    """
 
     machine: Machine
     variants: dict[Configuration, Coefficients]
@@ -42,7 +45,11 @@ class Rule(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The variant, None: the weight is expanded; the small kernel's launch, None: cuBLAS in its place."""
+    """Say how a product runs, and how many microseconds that takes.
+
+    Without a ``configuration`` the weight is expanded. Without a ``shrink`` cuBLAS takes the small kernel's place, if
+    there is an adapter.
+    """
 
     configuration: Configuration | None
     shrink: Shrink | None
@@ -51,12 +58,12 @@ class Choice(NamedTuple):
 
 @functools.cache
 def rule() -> Rule:
-    """As committed."""
+    """Return the committed rule."""
     return read(json.loads(FILE.read_text()))
 
 
 def read(data: dict) -> Rule:
-    """From what ``fit.py`` writes."""
+    """Return the rule from the data that ``fit.py`` writes."""
     machine = Machine(data["gpu"], data["multiprocessors"], tuple(data["clusters"]), data["rate"])
     variants = {Configuration(*fields): Coefficients(*by) for fields, by in data["variants"]}
     small = data["shrink"]
@@ -69,7 +76,10 @@ def read(data: dict) -> Rule:
 
 @functools.cache
 def machine_of(device: int) -> Machine:
-    """The GPU that is there: as many clusters as its multiprocessors hold, weights at its memory's rate."""
+    """Describe the GPU that is present, scaled from the rule's own.
+
+    Clusters scale with the multiprocessors, and the rate of weights with the memory's rate, up to the rule's.
+    """
     known, there = rule().machine, torch.cuda.get_device_properties(device)
     share = there.multi_processor_count / known.multiprocessors
     clusters = tuple(max(int(count * share), 1) if count else 0 for count in known.clusters)
@@ -79,17 +89,17 @@ def machine_of(device: int) -> Machine:
     return Machine(there.name, there.multi_processor_count, clusters, rate)
 
 
-H200_MEMORY = 4.9  # TB/s by clock and width, of the GPU that the rule is of
+H200_MEMORY = 4.9  # TB/s by clock and width, on the GPU that the rule was fitted on
 
 
 def memory_rate(there: object) -> float:
-    """TB/s by clock and width of a GPU's memory; 0 where torch does not say."""
+    """Return the TB/s of a GPU's memory by its clock and width, or 0 where torch does not report them."""
     clock, width = getattr(there, "memory_clock_rate", 0), getattr(there, "memory_bus_width", 0)
     return 2 * clock * 1e3 * width / 8 / 1e12
 
 
 def untuned(device: int = 0) -> str | None:
-    """What to tell a user whose GPU is not the one that the rule was fitted on; None where it is."""
+    """Return what to tell a user whose GPU is not the one that the rule was fitted on, or None where it is."""
     known, here = rule().machine, machine_of(device)
     if here == known:
         return None
@@ -102,23 +112,23 @@ def untuned(device: int = 0) -> str | None:
 
 
 def rounded(M: int) -> int:
-    """The number of tokens that is chosen for in place of M: at most an eighth more, so that choices are few."""
+    """Round M up to one of the few numbers that are chosen for: at most an eighth more from 64 tokens on."""
     step = 8 if M <= 512 else 32 if M <= 2048 else 256
     return -(-M // step) * step
 
 
 def choose(N: int, K: int, M: int, columns: int = 0, may_expand: bool = True, machine: Machine | None = None) -> Choice:
-    """For M tokens and a weight of (N, K), with an adapter that has this many ``columns`` of s, or none."""
+    """Choose for M tokens and a weight of (N, K), with an adapter of this many ``columns`` of s, or none."""
     return _choose(N, K, rounded(M), columns, may_expand, machine or rule().machine)
 
 
 @functools.lru_cache(maxsize=2**14)
 def choose_fixed(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
-    """For ``rounded`` M, among launches that add up in one order: a token has the same bits in every batch.
+    """Choose for ``rounded`` M a launch whose order of summation is fixed: a token has the same bits in every batch.
 
-    One block goes through the columns of a tile from the first to the last, in steps of 16 by the same instruction; s
-    is made by the small kernel with 16 warps, whose columns are divided in the same way for every M. Raises
-    CompileError where none is left.
+    One block goes through the columns of a tile from the first to the last, in steps of 16 by the same instruction. The
+    small kernel computes s with 16 warps, which divide the columns in the same way for every M. Raises CompileError
+    where no such variant is left.
     """
     found = []
     for c, by in rule().variants.items():
@@ -135,7 +145,7 @@ def choose_fixed(N: int, K: int, M: int, columns: int, machine: Machine) -> Choi
 
 
 def has_fixed_order(c: Configuration) -> bool:
-    """Whether a variant adds up the columns of a tile in one go, if its tiles are not cut."""
+    """Return True if a variant adds up the columns of an uncut tile in one go."""
     return c.cluster == 1 and c.kgroups == 1 and not c.synchronous
 
 
@@ -159,7 +169,7 @@ def _expanded(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
 
 
 def _by_kernel(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
-    """One variant for all tokens."""
+    """Choose one variant that computes all tokens from the tiles."""
     alone = sorted(ranked(N, K, M, machine), key=lambda one: one[0])
     if not columns:
         took, c = alone[0]
@@ -172,7 +182,7 @@ def _by_kernel(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice
 
 
 def ranked(N: int, K: int, M: int, machine: Machine) -> Iterator[tuple[float, Configuration]]:
-    """Every variant that fits a weight of (N, K) and M tokens, in every division worth it, with its cost."""
+    """Yield every variant that fits a weight of (N, K) and M tokens, in every division worth trying, with its cost."""
     for c, by in rule().variants.items():
         if c not in machine.refused and fits(c, K, M):
             for divided in divisions(c, N, K, M, machine):
@@ -181,12 +191,16 @@ def ranked(N: int, K: int, M: int, machine: Machine) -> Iterator[tuple[float, Co
 
 
 def fits(c: Configuration, K: int, M: int) -> bool:
-    """Whether its stages divide the columns and its tiles are not much more than the tokens."""
+    """Return True if a variant's stages divide the columns and its tiles do not hold many more tokens than M."""
     return 2 * -(-K // (2 * TILE)) % c.depth == 0 and c.tokens * -(-M // c.tokens) <= max(WASTE * M, M + SPARE)
 
 
 def divisions(c: Configuration, N: int, K: int, M: int, machine: Machine) -> list[Configuration]:
-    """One variant cut into runs for the whole GPU, and, where tiles are few, into so many runs a tile."""
+    """List the ways to cut one variant's tiles into runs.
+
+    One has a run for each block of the whole GPU. Where tiles are few, others cut each tile into the same number of
+    runs. The list is empty where clusters do not fit.
+    """
     blocks = -(-N // TILE)
     tiles = -(-blocks // c.tile_blocks()) * -(-M // c.tokens)
     most, steps = machine.multiprocessors // tiles, 2 * -(-K // (2 * TILE)) // c.depth
@@ -199,7 +213,7 @@ def divisions(c: Configuration, N: int, K: int, M: int, machine: Machine) -> lis
 def _with_shrink(
     N: int, K: int, M: int, R: int, c: Configuration, alone: float, machine: Machine
 ) -> Iterator[tuple[float, Configuration, Shrink | None]]:
-    """One variant with each launch of the small kernel, or with cuBLAS in its place."""
+    """Yield the cost of one variant with each launch of the small kernel, and with cuBLAS in its place."""
     by = rule().shrink
     at_once = machine.clusters[c.cluster - 1]
     w = cost.work(c, N, K, M, at_once)
@@ -220,7 +234,10 @@ def _with_shrink(
 
 @functools.lru_cache(maxsize=2**12)
 def launches(M: int) -> list[tuple[Shrink, int]]:
-    """Of the small kernel for M tokens, with the index of its variant: few blocks, or as many as tokens ask for."""
+    """List launches of the small kernel for M tokens, with the index of their variant.
+
+    They have few blocks, or as many as the tokens need.
+    """
     found = []
     for index, variant in enumerate(VARIANTS):
         most = -(-M // variant.tokens)

@@ -1,22 +1,24 @@
-"""Block scales chosen for the smallest squared error, instead of amax / 6.
+"""Choose block scales for the smallest squared error, instead of amax / 6.
 
-With amax / 6 the largest value of a block is exact and the others pay for it. A few neighbouring E4M3 numbers are tried
-for each block: larger ones (up to 1.5 times: the largest value then falls on 4, where the steps are finer) and smaller
-ones (the largest value is clipped, the rest gets finer steps). The first candidate is amax / 6 itself, and another wins
-only with a strictly smaller error: no block, and no layer, gets worse. Format and tensor scale stay as they are.
+With amax / 6 the largest value of a block is exact, at the expense of the others. A few neighbouring E4M3 numbers are
+tried for each block. Larger ones, up to 1.5 times, make the largest value fall on 4, where the steps are finer. Smaller
+ones clip the largest value and give the rest finer steps.
+
+The first candidate is amax / 6 itself, and another wins only with a strictly smaller error. So no block, and no layer,
+gets worse. Format and tensor scale stay as they are.
 """
 
 import torch
 
 from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, dequantize, encode, quantize
 
-# steps in the E4M3 number line (8 steps double the scale); 0x7E is 448, the largest
+# Candidates are steps on the E4M3 number line: 8 steps double the scale, and byte 0x7E is 448, the largest.
 CANDIDATES = (0, -1, 1, -2, 2, -3, 3, 4, 5)
 SMALLEST, LARGEST = 0x01, 0x7E
 
 
 def quantize_mse(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weight:
-    """Like ``nvfp4.quantize``, with each block's scale searched for the smallest squared error.
+    """Quantize like ``nvfp4.quantize``, but search each block's scale for the smallest squared error.
 
     ``w: (N, K)``, ``divisor: ()`` shared by fused weights or None. Raises ValueError if K is not a multiple of 16.
     """
@@ -38,13 +40,13 @@ def quantize_mse(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4W
 
 
 def _block_errors(w: torch.Tensor, weight: NVFP4Weight) -> torch.Tensor:
-    """Squared error of each block, fp32: (N, K/16)."""
+    """Return the squared error of each block, fp32: (N, K/16)."""
     difference = w.float() - dequantize(weight.codes, weight.block_scales).float() / weight.divisor
     return difference.square().view(w.shape[0], -1, GROUP_SIZE).sum(dim=-1)
 
 
 def _choose(which: torch.Tensor, one: NVFP4Weight, other: NVFP4Weight) -> NVFP4Weight:
-    """Block by block: ``one`` where ``which: (N, K/16)``, ``other`` elsewhere."""
+    """Take blocks of ``one`` where ``which: (N, K/16)`` is true, and of ``other`` elsewhere."""
     scales = torch.where(which, one.block_scales.view(torch.uint8), other.block_scales.view(torch.uint8))
     codes = torch.where(which.repeat_interleave(GROUP_SIZE // 2, dim=1), one.codes, other.codes)
     return NVFP4Weight(codes, scales.view(torch.float8_e4m3fn), one.divisor)

@@ -1,14 +1,14 @@
-"""silu(gate) * up of a gated MLP, rounded once, and its gradient.
+"""Compute silu(gate) * up of a gated MLP with one rounding, and its gradient.
 
-A compiled engine computes it in fp32 and rounds the product; a framework that multiplies rounded tensors rounds twice,
-and keeps three of them for the backward. This keeps gate and up.
+A compiled engine computes it in fp32 and rounds the product. In plain torch on rounded tensors it rounds twice and
+keeps three of them for the backward. This operator keeps gate and up.
 """
 
 import torch
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``gate``, ``up``: (..., N) of one dtype -> (..., N) in that dtype, differentiable in both.
+    """Compute silu(gate) * up: (..., N) each, of one dtype -> (..., N) in that dtype, differentiable in both.
 
     Raises ValueError where shape, dtype or device differ.
     """
@@ -21,17 +21,20 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_backward_(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up for the ``dy`` of their ``silu_mul``, all alike; that of gate takes the place of
-    ``dy``, which is contiguous."""
+    """Compute the gradients of gate and up from ``dy``; the gradient of gate overwrites ``dy``.
+
+    All have the same shape and dtype. On a GPU ``dy`` must be contiguous.
+    """
     dup: torch.Tensor = torch.ops.qerl.silu_mul_backward_(dy, gate, up)
     return dy, dup
 
 
 def scaled_silu_mul(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """silu(scales[:, 0] * gate) * scales[:, 1] * up, rounded once: gate and up are the halves of ``joined: (S, 2 N)``,
-    ``scales: (S, 2)`` fp32 -> (S, N) in the dtype of ``joined``, differentiable in ``joined`` only.
+    """Compute silu(scales[:, 0] * gate) * scales[:, 1] * up, rounded once, differentiable in ``joined`` only.
 
-    Raises ValueError where the shapes do not fit together.
+    gate and up are the halves of ``joined: (S, 2 N)``, ``scales: (S, 2)`` fp32 -> (S, N) in the dtype of ``joined``.
+
+    Raises ValueError where the shapes do not fit together or the scales are not fp32.
     """
     rows, width = joined.shape
     if width % 2 or scales.shape != (rows, 2) or scales.dtype != torch.float32:
@@ -44,7 +47,7 @@ def scaled_silu_mul(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("qerl::silu_mul", mutates_args=(), device_types="cpu")
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The naive reference."""
+    """Compute silu(gate) * up in plain torch, as a reference."""
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
@@ -62,7 +65,7 @@ def _(gate, up):
 
 @torch.library.custom_op("qerl::silu_mul_backward", mutates_args=(), device_types="cpu")
 def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """d silu(g) / dg = s (1 + g (1 - s)) with s = sigmoid(g)."""
+    """Compute both gradients with d silu(g) / dg = s (1 + g (1 - s)), s = sigmoid(g)."""
     dy32, g = dy.float(), gate.float()
     s = torch.sigmoid(g)
     return (dy32 * up.float() * s * (1 + g * (1 - s))).to(gate.dtype), (dy32 * g * s).to(up.dtype)
@@ -107,7 +110,7 @@ _silu_mul.register_autograd(
 
 @torch.library.custom_op("qerl::scaled_silu_mul", mutates_args=(), device_types="cpu")
 def _scaled(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The naive reference."""
+    """Compute the scaled product in plain torch, as a reference."""
     gate, up = joined.float().chunk(2, dim=1)
     return (torch.nn.functional.silu(gate * scales[:, :1]) * (up * scales[:, 1:])).to(joined.dtype)
 

@@ -1,10 +1,10 @@
-"""silu(gate) * up and its gradient on a GPU, one pass over memory each."""
+"""Compute silu(gate) * up and its gradient on a GPU, in one pass over memory each."""
 
 import torch
 import triton
 import triton.language as tl
 
-NUMBERS = 1024  # of one program
+NUMBERS = 1024  # outputs that one program computes
 
 
 @triton.jit
@@ -30,7 +30,10 @@ def _backward_kernel(dy, gate, up, dgate, dup, count, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _scaled_forward_kernel(joined, scales, y, N, NUMBERS: tl.constexpr):
-    """A program has NUMBERS of one row: its two scales are loaded once, and no number asks a division for its row."""
+    """Compute NUMBERS outputs of one row a program.
+
+    The row's two scales are loaded once, and no number needs a division to find its row.
+    """
     blocks = tl.cdiv(N, NUMBERS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * NUMBERS + tl.arange(0, NUMBERS)
@@ -60,7 +63,7 @@ def _scaled_backward_kernel(dy, joined, scales, djoined, N, NUMBERS: tl.constexp
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``gate``, ``up``: contiguous and alike -> the same."""
+    """Compute silu(gate) * up of contiguous tensors of one shape and dtype -> the same shape and dtype."""
     y = torch.empty_like(gate)
     if y.numel():
         with torch.cuda.device_of(gate):
@@ -71,8 +74,10 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up; all contiguous and alike. ``dgate`` is where the first is written, if given; it may
-    be ``dy``."""
+    """Compute the gradients of gate and up from contiguous tensors of one shape and dtype.
+
+    ``dgate`` is where the first is written, if given; it may be ``dy``.
+    """
     dgate, dup = torch.empty_like(gate) if dgate is None else dgate, torch.empty_like(up)
     if dy.numel():
         with torch.cuda.device_of(dy):
@@ -82,7 +87,7 @@ def backward(
 
 
 def scaled_forward(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``joined: (S, 2 N)`` and ``scales: (S, 2)`` fp32, both contiguous -> (S, N)."""
+    """Compute the scaled product of contiguous ``joined: (S, 2 N)`` and ``scales: (S, 2)`` fp32 -> (S, N)."""
     rows, N = joined.shape[0], joined.shape[1] // 2
     y = joined.new_empty(rows, N)
     if y.numel():
@@ -93,7 +98,7 @@ def scaled_forward(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_backward(dy: torch.Tensor, joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``joined``; all contiguous."""
+    """Compute the gradient of ``joined`` from contiguous ``dy: (S, N)`` -> (S, 2 N)."""
     djoined, (rows, N) = torch.empty_like(joined), dy.shape
     if dy.numel():
         with torch.cuda.device_of(dy):

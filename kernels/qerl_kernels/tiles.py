@@ -1,14 +1,16 @@
-"""NVFP4 weights in the order in which Hopper's matrix unit wants them.
+"""Store NVFP4 weights in the order in which Hopper's matrix unit reads them.
 
 A weight ``(N, K)`` is cut into tiles of 64 rows and 64 columns, stored ``(ceil(N/64), 2 ceil(K/128), 2304) uint8``;
-what lies beyond N and K is zero. A tile is 2048 bytes of codes, then 256 bytes of block scales.
+what lies beyond N and K is zero. A tile has 2048 bytes of codes, then 256 bytes of block scales.
 
 **Codes.** Thread ``t = 32 w + 4 g + c`` of a warpgroup owns 16 bytes: four 32-bit words, one for each 16 columns
 ``j``. A word holds the eight codes of the thread's part of the m64k16 operand: rows ``16 w + g`` (h = 0) and
 ``16 w + g + 8`` (h = 1), columns ``16 j + 2 c + 8 e`` and the next one. The pair ``p = h + 2 e`` of neighbouring
-columns becomes one register of two numbers. For BF16 a code goes to the sign bit and the bits 8 to 6 of its half: there
-it *is* the number ``code * 2^-126``. For FP16 it goes to the bits 11 to 9, where it is ``code * 2^-14``. The bits are
-spread in the word so that few instructions put them there, in an order for each of the two (``ORDERS``)::
+columns becomes one register of two numbers.
+
+For BF16 a code goes to the sign bit and the bits 8 to 6 of its half, where it is the number ``code * 2^-126``. For FP16
+it goes to the sign bit and the bits 11 to 9, where it is ``code * 2^-14``. The bits are spread in the word so that few
+instructions put them there. Each type has its own order (``ORDERS``)::
 
     BF16  p = 0, 1, 2:  (word << 3 p) & 0x81C081C0
           p = 3:        (word << 1 & 0x80008000) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040)
@@ -17,13 +19,14 @@ spread in the word so that few instructions put them there, in an order for each
           p = 3:        (word << 2 & 0x80008000) | (word << 9 & 0x0E000E00)
 
 **Block scales.** The E4M3 byte is rewritten, without loss, as five bits of exponent and three of mantissa, in which
-E4M3's subnormal numbers are normal ones. Then ``(byte << 4) + 0x7600`` is ``scale * 2^119`` in BF16, for every byte,
-and ``(byte << 7) + 0x3000`` is ``scale * 2^7`` in FP16, and the product with the code is exact:
-``code * scale * 2^-7``, in FP16 between 2^-17, a subnormal number, and 21. The factor 2^7 goes into the epilogue. A
-block of scale zero is stored with codes zero, a negative scale as a positive one with the codes' signs turned.
-Order: 8 bytes for each (w, g), in them ``4 (j // 2) + 2 h + j % 2``.
+E4M3's subnormal numbers are normal ones. Then ``(byte << 4) + 0x7600`` is ``scale * 2^119`` in BF16, and
+``(byte << 7) + 0x3000`` is ``scale * 2^7`` in FP16. The product with the code is exact: ``code * scale * 2^-7``, in
+FP16 between 2^-17, a subnormal number, and 21. The end of the kernel multiplies by 2^7.
 
-The integer steps are those of ``decode.cuh``; here they are in plain torch, for the CPU and for the proofs.
+A block of scale zero is stored with codes zero, a negative scale as a positive one with the codes' signs flipped. Each
+(w, g) has 8 bytes; the scale of (j, h) is byte ``4 (j // 2) + 2 h + j % 2`` of them.
+
+``decode.cuh`` takes the same integer steps; here they are in plain torch, for the CPU and for the proofs.
 """
 
 import functools
@@ -38,15 +41,16 @@ from qerl_kernels import nvfp4
 TILE = 64
 TILE_BYTES = 2304
 CODE_BYTES = 2048
-COUNTERS = 1024  # one for each thread block that runs at one time, and more than any GPU has multiprocessors
+COUNTERS = 1024  # one for each thread block that runs at one time; no GPU has so many multiprocessors
 CHUNK_ROWS = 4096  # rows that are rearranged at a time, so that the temporaries stay small
 
 
 class Order(NamedTuple):
-    """How a word and a stored scale become numbers of one type.
+    """Say how a word and a stored scale become numbers of one type.
 
-    A number is ``sign << 15 | magnitude of the code << lowest``. That of pair p is what its ``steps[p]``, of shifts to
-    the left (negative ones go to the right) and masks, leave of the word, joined.
+    A number is ``sign << 15 | magnitude of the code << lowest``. Each of a pair's ``steps`` is a shift to the left (to
+    the right where negative) and a mask of the word; joined they give the pair's numbers. A stored scale becomes
+    ``(byte << scale_shift) + scale_base``.
     """
 
     lowest: int
@@ -83,13 +87,14 @@ ORDERS = {
 
 @dataclass(frozen=True)
 class TiledWeight:
-    """``tiles: (ceil(N/64), 2 ceil(K/128), 2304) uint8``, ``row_scale: (N,) fp32`` and the kernel's ``counters``.
+    """Hold ``tiles: (ceil(N/64), 2 ceil(K/128), 2304) uint8``, ``row_scale: (N,) fp32`` and the kernel's ``counters``.
 
-    ``counters`` are zero between calls; two CUDA graphs that hold one weight may not run at the same time (see
-    ``counters.py``). ``scale: () fp32`` on the CPU is the row scale where all rows have the same one, else None;
-    a tensor and not a number, so that torch.compile takes the layers of a model for the same code. ``operand`` is the
-    type, bfloat16 or float16, in whose order the codes lie: that of the activations on a GPU. With ``fixed_order`` a
-    token's sums are added up in one order, whatever other tokens there are.
+    ``counters`` are zero between calls. Two CUDA graphs that hold one weight may not run at the same time (see
+    ``counters.py``). ``scale: () fp32`` on the CPU is the row scale where all rows have the same one, else None. It is
+    a tensor and not a number, so that torch.compile shares one code among a model's layers.
+
+    ``operand`` is the type, bfloat16 or float16, in whose order the codes lie: on a GPU that of the activations. With
+    ``fixed_order`` a token's sums are added up in one order, whatever other tokens there are.
     """
 
     tiles: torch.Tensor
@@ -110,7 +115,8 @@ def tile_weight(
 ) -> TiledWeight:
     """Rearrange ``codes: (N, K/2)``, ``block_scales: (N, K/16)`` with ``row_scale: () or (N,)`` fp32 tensor scales.
 
-    Raises ValueError if N is not a multiple of 16, a block scale is not a number, or ``operand`` has no order.
+    Waits for the GPU. Raises ValueError if N is not a multiple of 16, a block scale is not a number, or ``operand`` has
+    no order.
     """
     order_of(operand)
     N, K = codes.shape[0], 2 * codes.shape[1]
@@ -125,20 +131,20 @@ def tile_weight(
     )
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=codes.device)
     row_scale = row_scale.float().expand(N).clone()
-    if codes.is_cuda:  # the product may fetch weights before the kernels ahead of it have ended
+    if codes.is_cuda:  # the product may fetch weights before the kernels ahead of it have written them
         torch.cuda.synchronize(codes.device)
     return TiledWeight(tiles, row_scale, counters, N, K, common_scale(row_scale), operand)
 
 
 def order_of(operand: torch.dtype) -> Order:
-    """Raises ValueError for a type that the tiled layout has no order for."""
+    """Return the order of a type; raises ValueError where the tiled layout has none."""
     if operand not in ORDERS:
         raise ValueError(f"tiled NVFP4 weights are multiplied as bfloat16 or float16, not as {operand}")
     return ORDERS[operand]
 
 
 def common_scale(row_scale: torch.Tensor) -> torch.Tensor | None:
-    """The row scale that all rows have, () fp32 on the CPU; None where they differ."""
+    """Return the row scale that all rows have, () fp32 on the CPU, or None where they differ."""
     return row_scale[0].cpu() if bool((row_scale == row_scale[0]).all()) else None
 
 
@@ -165,7 +171,7 @@ def _tiles(codes: torch.Tensor, block_scales: torch.Tensor, operand: torch.dtype
 
 
 def _place(parts: torch.Tensor, order: Order) -> torch.Tensor:
-    """``parts: (..., p = 4, l = 2) uint8`` codes -> (...) int32 words."""
+    """Place ``parts: (..., p = 4, l = 2) uint8`` codes in (...) int32 words."""
     parts = parts.int()
     word = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=parts.device)
     for pair in range(4):
@@ -182,7 +188,10 @@ def _shifted(word: torch.Tensor, to_the_left: int) -> torch.Tensor:
 
 
 def dequantize(tiles: torch.Tensor, N: int, K: int, operand: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The exact operand ``code * block scale`` -> (N, K): the inverse of ``tile_weight``, in plain torch."""
+    """Expand the exact operand ``code * block scale`` -> (N, K), inverting ``tile_weight`` in plain torch.
+
+    The row scales are not applied.
+    """
     order = order_of(operand)
     blocks, k_tiles = tiles.shape[:2]
     words = tiles[..., :CODE_BYTES].contiguous().view(torch.int32).view(blocks, k_tiles, 4, 8, 4, 4)  # w, g, c, j
@@ -190,12 +199,12 @@ def dequantize(tiles: torch.Tensor, N: int, K: int, operand: torch.dtype = torch
     for steps in order.steps:
         parts = [_shifted(words, shift) & (mask - (1 << 32) if mask >> 31 else mask) for shift, mask in steps]
         pairs.append(reduce(torch.bitwise_or, parts))
-    values = torch.stack(pairs, dim=-1).view(operand)  # ..., j, (p = e, h; l): code * 2^-126, code * 2^-14
+    values = torch.stack(pairs, dim=-1).view(operand)  # ..., j, (p = e, h; l): code * 2^-126 or 2^-14
     values = values.view(blocks, k_tiles, 4, 8, 4, 4, 2, 2, 2)  # block, k tile, w, g, c, j, e, h, l
     stored = tiles[..., CODE_BYTES:].reshape(blocks, k_tiles, 4, 8, 2, 2, 2).permute(0, 1, 2, 3, 4, 6, 5)
     stored = stored.reshape(blocks, k_tiles, 4, 8, 4, 2)  # w, g, j, h
     scales = ((stored.int() << order.scale_shift) + order.scale_base).to(torch.int16).view(operand)
-    # in fp32: a CPU may flush subnormal numbers of 16 bits
+    # The product is taken in fp32, since a CPU may flush subnormal numbers of 16 bits.
     w = values.float() * scales.float()[:, :, :, :, None, :, None, :, None] * 128.0
     w = w.permute(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(blocks * TILE, k_tiles * TILE)
     return w[:N, :K].to(operand)
@@ -203,13 +212,16 @@ def dequantize(tiles: torch.Tensor, N: int, K: int, operand: torch.dtype = torch
 
 @functools.cache
 def _stored_scales() -> torch.Tensor:
-    """E4M3 byte -> stored byte, exponent + 10 in the upper five bits: (256,) uint8, on the CPU as nvfp4's table is."""
+    """Return the stored byte of each E4M3 byte, the exponent plus 10 in the upper five bits: (256,) uint8.
+
+    It is kept on the CPU, as nvfp4's table is.
+    """
     table = []
     for byte in range(256):
         exponent, mantissa = (byte & 0x7F) >> 3, byte & 7
         if exponent:
             table.append((exponent + 3) << 3 | mantissa)
-        elif mantissa:  # mantissa * 2^-9, made normal
+        elif mantissa:  # the subnormal number mantissa * 2^-9 becomes normal
             shift = mantissa.bit_length() - 1
             table.append((shift + 1) << 3 | (mantissa << (3 - shift)) & 7)
         else:

@@ -1,16 +1,16 @@
-"""The operands of wide.py on a GPU: one pass over memory each."""
+"""Prepare the operands of wide.py on a GPU, in one pass over memory each."""
 
 import torch
 import triton
 import triton.language as tl
 
-NUMBERS = 1024  # of a row that one program writes
-ROWS = 16  # of W0 behind which one program writes
+NUMBERS = 1024  # numbers of a row that one program writes
+ROWS = 16  # rows of W0 behind which one program writes
 
 
 @triton.jit
 def _silu_mul_kernel(gate, up, wide, K, R, stride, USED: tl.constexpr, NUMBERS: tl.constexpr):
-    # USED, a multiple of 8, is a constant: K + USED is then known to be one too, and 8 numbers are stored at once
+    # USED is a constant, so that the compiler knows K + USED to be a multiple of 8 and stores 8 numbers at once.
     blocks = tl.cdiv(K + USED, NUMBERS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * NUMBERS + tl.arange(0, NUMBERS)
@@ -38,7 +38,7 @@ def _fill_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``w``: the first number behind the first row."""
+    """Write ROWS rows a program; ``w`` points to the first number behind the first row of W0."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside, by = row < N, tl.zeros([ROWS, COLUMNS], tl.float32) + factor
@@ -53,7 +53,10 @@ def _fill_kernel(
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, wide: torch.Tensor, R: int) -> None:
-    """``gate``, ``up``: (T, K) contiguous -> ``wide: (T, K + used)``: silu(gate) * up, zeros and ones behind it."""
+    """Write silu(gate) * up and what stands behind it into ``wide: (T, K + used)``.
+
+    ``gate`` and ``up`` are (T, K) and contiguous. Behind them stand R zeros, two ones, and zeros.
+    """
     (T, K), used = gate.shape, wide.shape[1] - gate.shape[1]
     if T:
         with torch.cuda.device_of(gate):
@@ -64,7 +67,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor, wide: torch.Tensor, R: int) -
 def fill(
     w: torch.Tensor, K: int, R: int, first: int, B: torch.Tensor, bias: torch.Tensor | None, factor: float
 ) -> None:
-    """As ``wide.fill``, ``B`` contiguous."""
+    """Do what ``wide.fill`` does, with ``B`` contiguous."""
     N, used = w.shape[0], w.shape[1] - K
     sizes = (N, R, B.shape[1], first, w.stride(0), factor)
     with torch.cuda.device_of(w):
