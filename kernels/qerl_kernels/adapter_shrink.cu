@@ -1,14 +1,17 @@
-// The adapter's first product, s = x A^T, for sm_90a; the second, s B^T, is the end of nvfp4_tiles.cu.
+// Compute the adapter's first product, s = x A^T, for sm_90a; nvfp4_tiles.cu computes the second, s B^T, at its end.
 //
 //   adapter_shrink   x: (M, K) with a row stride, A: (R, K), s: (M, R); R a multiple of 16, K of 16
 //
-// K is long and the result small, so the columns are divided among the warps of eight blocks, a cluster, which add up through
-// their shared memory in a fixed order: the same bits each time. Compiled with HALF, 1 where x, A and s are fp16, 0 where they are
-// bf16; TOKENS and GROUPS, the tokens and the sixteens of rows of A that a block has; and WARPS, its warps; where the grid has fewer
-// blocks than tokens ask for, each takes several times TOKENS. Within 32 columns a thread takes eight neighbours of each row, 16
-// bytes, for both operands: the sum over columns does not mind which comes when. The product that starts meanwhile takes whole
-// multiprocessors and has to wait for those on which this kernel runs: it has to be short, or to fit where the product has no
-// blocks.
+// K is long and the result small, so the columns are divided among the warps of a cluster of eight blocks. The blocks add up through
+// their shared memory in a fixed order, which gives the same bits each time.
+//
+// The compiler gets these macros. HALF is 1 where x, A and s are fp16, 0 where they are bf16. TOKENS and GROUPS are the tokens and the
+// groups of 16 rows of A of a block; WARPS are its warps. Where the grid has fewer blocks than the tokens need, each block computes
+// TOKENS of them several times.
+//
+// Within 32 columns a thread reads eight neighbours of each row, 16 bytes, for both operands; the sum does not depend on the order of
+// columns. The product that starts meanwhile takes whole multiprocessors and waits for those on which this kernel runs. So this kernel
+// must be short, or fit on multiprocessors that the product leaves free.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -20,17 +23,17 @@ typedef unsigned short u16;
 #endif
 
 constexpr int SPLITS = 8;
-// chunks of 32 columns that a warp reads at a time, as many as its registers hold
+// AHEAD is how many chunks of 32 columns a warp reads at a time: as many as its registers hold, at most five.
 constexpr int REGISTERS = (WARPS > 8 ? 2048 / WARPS : 255) - 40 - GROUPS * TOKENS / 2, OF_CHUNK = 4 * (2 * GROUPS + TOKENS / 8);
 constexpr int AHEAD = REGISTERS < OF_CHUNK ? 1 : REGISTERS < 5 * OF_CHUNK ? REGISTERS / OF_CHUNK : 5;
-constexpr int ROWS = 16 * GROUPS, SUMS = ROWS * TOKENS;  // of a block
+constexpr int ROWS = 16 * GROUPS, SUMS = ROWS * TOKENS;  // rows of A and sums of a block
 
 __device__ __forceinline__ void synchronize_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Eight columns of a row, zeros past the end. Volatile, so that all loads of a round start before its first product: left to
-// itself the compiler brings them close to their use, to save registers, and each waits for the one before.
+// Load eight columns of a row, zeros past the end. The asm is volatile so that all loads of a round start before its first product.
+// Otherwise the compiler moves each load next to its use to save registers, and each waits for the one before.
 __device__ __forceinline__ uint4 load(const u16* row, int column, int K) {
   uint4 v;
   asm volatile(
@@ -43,7 +46,7 @@ __device__ __forceinline__ uint4 load(const u16* row, int column, int K) {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __restrict__ s, int M, int K, int R, int x_stride) {
-  extern __shared__ float of_warps[];  // (WARPS, SUMS), and behind that the sums of the block
+  extern __shared__ float of_warps[];  // (WARPS, SUMS), and behind it the block's own SUMS
   float* of_block = of_warps + WARPS * SUMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int rank = blockIdx.x % SPLITS, row = blockIdx.y * ROWS + g;
@@ -57,13 +60,13 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
 #pragma unroll
       for (int half = 0; half < 2 * GROUPS; ++half) rows[i][half] = load(a_row + (size_t)(8 * half) * K, start + i * stride + mine, K);
   };
-  ask_for_a(first);  // nobody writes A while kernels run ahead
+  ask_for_a(first);  // no kernel ahead in the stream writes A
   for (int column = first + AHEAD * stride + mine; column < K; column += stride)
 #pragma unroll
     for (int half = 0; half < 2 * GROUPS; ++half)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(a_row + (size_t)(8 * half) * K + column));
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  // not before x is there: the product that starts now reads it at once, and waits for s only at its end
+  // Start the product only when x is complete: it reads x at once, and waits for s only at its end.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   for (int first_token = blockIdx.z * TOKENS; first_token < M; first_token += gridDim.z * TOKENS) {
@@ -73,7 +76,7 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n)  // past the last token the last one again: its sums are stored nowhere
+        for (int n = 0; n < TOKENS / 8; ++n)  // past the end: the last token again, whose extra sums are not stored
           t[i][n] = load(x + (size_t)min(first_token + g + n * 8, M - 1) * x_stride, start + i * stride + mine, K);
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i)
@@ -91,7 +94,7 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
                 : "r"(upper.z), "r"(lower.z), "r"(upper.w), "r"(lower.w), "r"(t[i][n].z), "r"(t[i][n].w));
           }
     }
-    // (token, row): neighbours in memory are neighbours in the result
+    // Store sums as (token, row), so that neighbours in memory are neighbours in the result.
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group)
 #pragma unroll

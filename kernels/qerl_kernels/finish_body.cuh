@@ -1,15 +1,15 @@
-// In the body of nvfp4_gemm: the end of a tile. Scales, the adapter's s B^T, bias, the one rounding, and the way to memory.
-// Uses warp, lane, warpgroup, thread and g, memory and the arguments; gives span, ask_for_end() and finish().
-  // What the end of a tile needs beside its sums is asked for at one time, and before the sums of other blocks are. Of s a thread
-  // asks for what it multiplies, or for its part of what the warpgroup does, where that is too much for registers.
+// This part of nvfp4_gemm's body ends a tile: it scales, adds the adapter's s B^T and the bias, rounds once and writes to memory.
+// It uses warp, lane, warpgroup, thread and g, memory and the arguments; it defines span, ask_for_end() and finish().
+  // What the end of a tile needs beside its sums is loaded at one time, before the sums of other blocks are. With DIRECT a thread loads
+  // the part of s that it multiplies. Where that is too much for registers, it loads its share of the warpgroup's part.
   constexpr bool DIRECT = SHARE <= 8;
-  constexpr int PIECES = DIRECT ? SHARE : (SHARE + 3) / 4, AT_ONCE = SLICE / 16;  // of 16 bytes; pieces that the turning memory holds
+  constexpr int PIECES = DIRECT ? SHARE : (SHARE + 3) / 4, AT_ONCE = SLICE / 16;  // pieces of 16 bytes; those that `turn` holds at once
   float scale_upper[ROWS], scale_lower[ROWS];
   uint4 b_upper[ROWS], b_lower[ROWS], s_pieces[PIECES];
   int2 span;  // outside of these columns of B the rows of this tile are zero
   auto first_row = [&](int n_tile, int r) { return (n_tile * CTA_BLOCKS + warpgroup * ROWS + r) * 64 + (warp % 4) * 16 + g; };
   auto ask_for_columns = [&](int n_tile, int m_tile, int first_eight, int column) {
-    // both operands take eight neighbouring columns a thread: the sum over columns does not mind which comes when
+    // A thread loads eight neighbouring columns of both operands; the sum does not depend on the order of columns.
     const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -35,7 +35,7 @@
     if (span.x < span.y) ask_for_columns(n_tile, m_tile, first_eight, span.x);
   };
 
-  // The end of a tile: `sums` are whole; of the tokens of the tile they have SHARE times eight.
+  // End a tile: `sums` are complete, for SHARE * 8 of the tile's tokens from eight `first_eight` on.
   auto finish = [&](float (*sums)[4 * SHARE], int n_tile, int m_tile, int first_eight) {
     const int end = min(p.M, (m_tile + 1) * TOKENS);
 #pragma unroll
@@ -72,7 +72,7 @@
       }
     }
 
-    // Turn (rows, tokens) into (tokens, rows) through shared memory, then write 16 bytes a thread.
+    // Transpose (rows, tokens) to (tokens, rows) through shared memory, then write 16 bytes a thread.
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = first_row(n_tile, r);

@@ -1,4 +1,4 @@
-// Hopper's instructions that C++ has no words for: barriers, the copy engine, clusters, dependent launch, matrix units.
+// Wrap Hopper's instructions that C++ lacks: barriers, the copy engine, clusters, dependent launch, matrix units.
 #pragma once
 #include "decode.cuh"
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra retry;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {  // without waiting
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {  // test without waiting
   u32 passed;
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -40,7 +40,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 }
 __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ float4 load_from(u32 address, int block) {  // of the cluster
+__device__ __forceinline__ float4 load_from(u32 address, int block) {  // from a block of the cluster
   float4 value;
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
@@ -73,13 +73,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ u32 pack(float low, float high) {  // rounded to operands
+__device__ __forceinline__ u32 pack(float low, float high) {  // round two numbers to the operand type
   u32 packed;
   asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// d += a b^T for 16 rows, 8 tokens and 16 columns, within one warp; `d` lies as wgmma's sums do.
+// Add a b^T to d for 16 rows, 8 tokens and 16 columns, within one warp; `d` lies as wgmma's sums do.
 __device__ __forceinline__ void multiply_add(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." OPERAND "." OPERAND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

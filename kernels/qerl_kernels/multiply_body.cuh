@@ -1,8 +1,8 @@
-// In the body of nvfp4_gemm: the inner loop. Over the stages of one segment, decode weights into registers and multiply them by the
-// tokens: with `mma.sync` of each warp for few tokens, else with `wgmma`, which works on one half of the fragments while the other
-// is decoded. Uses segment, stage and phase, load() with codes, scales and x_stage; adds to sums.
+// This part of nvfp4_gemm's body is the inner loop. Over the stages of one segment it decodes weights into registers and multiplies them
+// by the tokens. For few tokens each warp uses `mma.sync`, else `wgmma` multiplies one half of the fragments while the other is decoded.
+// It uses segment, stage and phase, load() with codes, scales and x_stage; it adds to sums.
   if constexpr (SYNCHRONOUS) {
-    bool is_full = false;  // the stage that comes next, as known from before
+    bool is_full = false;  // true if the next stage was already seen to be full
     for (int step = segment.first; step < segment.last; ++step) {
       if (!is_full) barrier_wait(full + 8 * stage, phase);
       const int next = stage + 1 == STAGES ? 0 : stage + 1;
@@ -11,7 +11,7 @@
       for (int d = 0; d < DEPTH / KGROUPS; ++d) {
         load(stage, d);
         const u32 tokens = base + stage * X_STAGE + (d * KGROUPS + k_group) * X_TILE;
-        u32 b[TOKENS / 8][8];  // of 8 tokens all 64 columns: the two registers of step j are 2 j and 2 j + 1
+        u32 b[TOKENS / 8][8];  // 8 tokens by 64 columns; step j has registers 2 j and 2 j + 1
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; ++n)
 #pragma unroll
@@ -32,13 +32,13 @@
           }
       }
       is_full = barrier_passed(full + 8 * next, next_phase);
-      __syncwarp();  // all lanes have read
+      __syncwarp();  // all lanes have read the stage
       if (lane == 0) barrier_arrive(empty + 8 * stage);
       stage = next, phase = next_phase;
     }
   } else {
   int previous = -1;
-  bool is_full = false;  // the stage that comes next, as known from before
+  bool is_full = false;  // true if the next stage was already seen to be full
   if (AHEAD && segment.first < segment.last) {
     barrier_wait(full + 8 * stage, phase);
     load(stage, 0);
@@ -73,7 +73,7 @@
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
           const int j = (group * GROUP + i) / ROWS, r = (group * GROUP + i) % ROWS;
-          // rows of 128 bytes, 128-byte swizzle, 1024 bytes a group of 8 rows
+          // The descriptor says: rows of 128 bytes, 128-byte swizzle, 1024 bytes a group of 8 rows.
           wgmma(sums[r], fragments[i], (u64)0x40000040u << 32 | (now_x + j * 2));
         }
         wgmma_commit();
@@ -81,7 +81,7 @@
         wgmma_wait<1>();  // the other half of `a` is free again, and so is the previous stage
         if (group == 0) {
           if (d == 0 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
-          // while the matrix unit works: what comes next
+          // Load what comes next while the matrix unit works.
           if constexpr (!AHEAD) {
           } else if (d + 1 < DEPTH / KGROUPS) {
             load(stage, d + 1);

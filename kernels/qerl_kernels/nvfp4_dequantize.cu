@@ -1,10 +1,10 @@
-// W0 = code * block scale as (N, K) bf16, or, compiled with HALF 1, W0 * 2^-14 as fp16 (nvfp4.expanded_factor), from weights stored
-// as fragment-ordered tiles (layout: tiles.py), for sm_90a. Rows of the result lie `stride` numbers apart, a multiple of 8.
+// Expand weights stored as fragment-ordered tiles (layout: tiles.py) to W0 = code * block scale, (N, K) bf16, for sm_90a. Compiled with
+// HALF 1, the result is W0 * 2^-14 in fp16 (nvfp4.expanded_factor). Its rows lie `stride` numbers apart, a multiple of 8.
 #include "hopper.cuh"
 
-constexpr u32 FACTOR = HALF ? 0x20002000u : 0x43004300u;  // of what is decoded times 2^-7: 2^-7 in fp16, 2^7 in bf16
+constexpr u32 FACTOR = HALF ? 0x20002000u : 0x43004300u;  // decode gives W0 * 2^-7; this is 2^-7 in fp16, 2^7 in bf16
 
-// One block a 64-row block and two tiles of columns; 256 threads.
+// A thread block of 256 threads expands 64 rows and two tiles of columns.
 extern "C" __global__ void __launch_bounds__(256)
 nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K, int k_tiles, int first_row, int stride) {
   __shared__ __align__(16) u8 turn[2][64][144];
@@ -18,7 +18,7 @@ nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K
     u32 a[4];
     decode(j == 0 ? codes.x : j == 1 ? codes.y : j == 2 ? codes.z : codes.w, decode_scales(j < 2 ? scales.x : scales.y, j & 1), a);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // fragment: i = 0, 2 are row g, 1, 3 row g + 8; 2, 3 are eight columns on
+    for (int i = 0; i < 4; ++i) {  // i = 0, 2 are row g, 1, 3 row g + 8; 2, 3 are eight columns further
       const int row = warp * 16 + g + i % 2 * 8, column = j * 16 + i / 2 * 8 + c * 2;
       *(u32*)(&turn[half][row][column * 2]) = multiply(a[i], FACTOR);
     }

@@ -1,31 +1,34 @@
-// The product over NVFP4 weights stored as fragment-ordered tiles (layout and decode: tiles.py), for sm_90a:
+// Multiply by NVFP4 weights stored as fragment-ordered tiles (layout and decode: tiles.py), for sm_90a:
 //
 //   nvfp4_gemm   y = row_scale * (x W0^T) + bias + s B^T, x: (M, K), W0 = code * block scale: (N, K)
 //
-// Compiled at first use by compiler.py, which puts `wgmma()` for this token tile in front and defines
+// compiler.py compiles it at first use; gemm.py puts `wgmma()` for this token tile in front and defines
 //   TOKENS  columns of the accumulator: the tokens of one tile (a multiple of 8, at most 256)
-//   WARPGROUPS  that compute (2 or 4), each ROWS 64-row blocks of W; KGROUPS of them share the rows and divide the columns
-//   GROUP   fragments (64 rows, 16 columns) that a warpgroup decodes before it starts the matrix unit: divides 4 * ROWS
-//   AHEAD   whether codes are read from shared memory one step ahead (1 or 0): less waiting, more instructions
+//   WARPGROUPS  warpgroups that compute (2 or 4)
+//   ROWS    64-row blocks of W that a warpgroup computes
+//   KGROUPS warpgroups that compute the same rows and divide the columns among them
+//   GROUP   fragments (64 rows, 16 columns) that a warpgroup decodes before it starts the matrix unit; it divides 4 * ROWS
+//   AHEAD   1: codes are read from shared memory one step ahead, with less waiting and more instructions; 0: they are not
 //   CLUSTER thread blocks that divide the columns of a tile and add up through each other's shared memory
-//   DEPTH   64-column tiles of a stage, STAGES stages in flight
-//   HALF    1: x, y and the adapter are fp16, and the matrix unit multiplies that; 0: bf16. Sums are fp32 either way
-//   SYNCHRONOUS  1: `mma.sync` of each warp in place of `wgmma`, whose every call takes 28 clocks however few the tokens;
-//           GROUP and AHEAD then mean nothing
+//   DEPTH   64-column tiles of a stage
+//   STAGES  stages in flight
+//   HALF    1: x, y and the adapter are fp16, and the matrix unit multiplies fp16; 0: bf16. Sums are fp32 either way
+//   SYNCHRONOUS  1: each warp uses `mma.sync` instead of `wgmma`, of which each call takes 28 clocks even for few tokens;
+//           GROUP and AHEAD then have no effect
 //
 // The weights are the A operand: they are decoded in registers and never written back. The tokens are the B operand,
 // brought by the tensor copy engine with a 128-byte swizzle. One warp copies weights, one copies tokens.
 //
-// The kernel may be launched before the one ahead of it in the stream has ended (programmatic dependent launch): weights are
-// fetched at once, for nobody writes them; tokens are read and results written only after `wait_for_previous_kernel`. Behind
-// adapter_shrink tokens are read at once too: it lets this kernel start when x is complete, and only the end of a tile needs s.
+// The kernel may start before the one ahead of it in the stream has ended (programmatic dependent launch). Weights are fetched at
+// once, because no kernel ahead writes them. Tokens are read and results written only after `wait_for_previous_kernel`. Behind
+// adapter_shrink tokens are read at once too: it starts this kernel when x is complete, and only the end of a tile needs s.
 //
-// The policy adapter is s = x A^T: (M, R), made by adapter_shrink.cu just before, and B: (N, R). Whoever has the whole sum of a
-// tile scales it and adds s B^T, of which B is read straight from memory: R is small.
+// The policy adapter is s = x A^T: (M, R), which adapter_shrink.cu computes just before, and B: (N, R). The block that has the whole
+// sum of a tile scales it and adds s B^T. B is read straight from memory, because R is small.
 //
-// In order of reading: decode.cuh, hopper.cuh (instructions), schedule.cuh (who does what), copy_body.cuh, multiply_body.cuh,
-// finish_body.cuh, and this file, which holds them together. compiler.read_source puts the parts in their places. The three bodies are
-// text within the kernel: as functions they give the same arithmetic with instructions in another order, to be measured anew.
+// Read decode.cuh first, then hopper.cuh (instructions), schedule.cuh (which block does what), copy_body.cuh, multiply_body.cuh,
+// finish_body.cuh, and this file, which joins them. compiler.read_source puts the parts in their places. The three bodies are
+// text within the kernel. As functions they would give the same arithmetic with instructions in another order, and need new timings.
 
 #include "schedule.cuh"
 
@@ -51,7 +54,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
   u32 phase = 0;
 
   launch_next_kernel();
-  if (warp >= 4 * WARPGROUPS) {  // the copying warpgroup: a thread for the weights, one for the tokens, two for other blocks
+  if (warp >= 4 * WARPGROUPS) {  // the copying warpgroup: a warp copies weights, one copies tokens, two signal other blocks
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPY_REGISTERS));
 #include "copy_body.cuh"
     if constexpr (CLUSTER > 1) arrive_at_cluster(), wait_for_cluster(), arrive_at_cluster(), wait_for_cluster();
@@ -64,7 +67,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
   const u8 *w_thread = first_tile + thread * 16, *s_thread = first_tile + SCALE_OFFSET + warp % 4 * 64 + g * 8;
   const u32 x_first = base + k_group * X_TILE;
   float sums[ROWS][TOKENS / 2];
-  uint4 codes[ROWS];  // of the next 64 columns
+  uint4 codes[ROWS];  // codes of the next 64 columns
   uint2 scales[ROWS];
   u32 x_stage;
   auto load = [&](int stage, int i) {
@@ -82,10 +85,10 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
   while (segment.next()) {
     int n_tile, m_tile;
     locate(p, segment.tile, n_tile, m_tile);
-    const bool begun = CLUSTER == 1 && segment.first > 0 && segment.last == steps;  // by blocks of lower index
+    const bool begun = CLUSTER == 1 && segment.first > 0 && segment.last == steps;  // blocks of lower index have begun this tile
     const bool goes_on = begun && runs_are_long && k_group == 0;
     if (goes_on) synchronize<READY, WORKERS + 32>();
-    // a choice and no branch: the assembler puts every `wgmma` after the one before, if sums come from two places
+    // Sums start with a select, not a branch: if they came from two places, the assembler would serialize every `wgmma`.
     const float4* theirs = (const float4*)(partials + (size_t)(segment.block - 1) * TILE_SUMS) + threadIdx.x;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
@@ -96,7 +99,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       }
 
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {  // what the end of this tile needs
+    for (int r = 0; r < ROWS; ++r) {  // prefetch what the end of this tile needs
       const int row = min((n_tile * CTA_BLOCKS + warpgroup * ROWS + r) * 64 + thread / 2, p.N - 1);
       if (thread % 64 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(row_scale + row));
       if (bias && thread % 64 == 1) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + row));
@@ -110,7 +113,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
 
 #include "multiply_body.cuh"
 
-    if constexpr (KGROUPS > 1 && CLUSTER == 1) {  // the first group adds what the others have, in their order
+    if constexpr (KGROUPS > 1 && CLUSTER == 1) {  // the first group adds the others' sums, in their order
       float* exchange = (float*)(memory + REDUCE_OFFSET) + warpgroup * 128 + thread;
 #pragma unroll 1
       for (int other = 1; other < KGROUPS; ++other) {
@@ -132,7 +135,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       if (k_group > 0) continue;
     }
     if constexpr (CLUSTER > 1) {
-      synchronize<LEFT, 128 * WARPGROUPS>();  // nobody reads the stages any more
+      synchronize<LEFT, 128 * WARPGROUPS>();  // no warp reads the stages any more
       const u32 mine = base + 16 * (warpgroup * 128 + thread);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
@@ -141,7 +144,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
           *(float4*)(memory + 4 * k_group * TILE_SUMS + 16 * ((r * (TOKENS / 8) + n) * WORKERS + warpgroup * 128 + thread)) =
               make_float4(sums[r][n * 4], sums[r][n * 4 + 1], sums[r][n * 4 + 2], sums[r][n * 4 + 3]);
       const int first_eight = (blockIdx.x % CLUSTER * KGROUPS + k_group) * SHARE;
-      wait_for_previous_kernel();  // which makes s, and may still read the memory that is written below
+      wait_for_previous_kernel();  // it computes s, and may still read the memory that is written below
       ask_for_end(n_tile, m_tile, first_eight);
       arrive_at_cluster(), wait_for_cluster();
       float share[ROWS][4 * SHARE];
@@ -160,9 +163,9 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
         }
       arrive_at_cluster();
       if (first_eight < TOKENS / 8) finish(share, n_tile, m_tile, first_eight);
-      wait_for_cluster();  // the others may still read this block's memory
+      wait_for_cluster();  // the other blocks may still read this block's memory
     } else {
-      wait_for_previous_kernel();  // which makes s, and may still read the memory that is written below
+      wait_for_previous_kernel();  // it computes s, and may still read the memory that is written below
       if (segment.last < steps) {
         float4* mine = (float4*)(partials + (size_t)segment.block * TILE_SUMS) + threadIdx.x;
 #pragma unroll
@@ -188,7 +191,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
             }
         }
       }
-      finish((float(*)[4 * SHARE])sums, n_tile, m_tile, 0);  // which is what they are without a cluster
+      finish((float(*)[4 * SHARE])sums, n_tile, m_tile, 0);  // without a cluster sums have this shape
     }
   }
   }

@@ -1,22 +1,23 @@
-// Which thread block of the product does what, and how its shared memory is divided.
+// Say which thread block of the product does what, and how its shared memory is divided.
 //
-// Without a cluster the work is the list of (tile, stage) pairs, cut into equal consecutive runs, one a block, and a block
-// goes through its run from the end: the tile there is finished by a block of higher index, for which it leaves its sum in
-// `partials` early on; the tile at the start of the run comes last, and this block goes on from the sum that one of lower
-// index has left long since. Where runs are shorter than tiles it adds, at its end, what several have left. With a cluster
-// each cluster has one tile and each of its blocks an equal share of the columns; then each adds up, for some of the tokens,
-// what all have. Either way in an order that does not depend on timing.
+// Without a cluster the first tiles are a list of (tile, stage) pairs, cut into equal consecutive runs, one a block. A block goes
+// through its run from the end. A block of higher index finishes the tile there, so this block leaves its sum in `partials` early. The
+// tile at the start of the run comes last; this block continues from the sum that a block of lower index has left long before. Where
+// runs are shorter than tiles, it adds at its end the sums of several blocks. The other tiles are whole and follow in rounds.
+//
+// With a cluster each cluster has one tile, and each of its blocks an equal share of the columns. Then each block adds up the sums of
+// all for some of the tokens. Either way the order of summation does not depend on timing.
 #pragma once
 #include "hopper.cuh"
 
-struct Divisor { u32 magic, shift; };  // of numbers below 2^31: gemm.py
+struct Divisor { u32 magic, shift; };  // divides numbers below 2^31: gemm.Divisor
 __device__ __forceinline__ int divide(int n, Divisor by) { return (int)((u64)n * by.magic >> by.shift); }
 
 struct Problem {
   int M, N, blocks, k_tiles;  // blocks: 64-row blocks of W; k_tiles: 64-column tiles, a multiple of 2
   int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS rows and of TOKENS tokens
   int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a block and round
-  int adapter_columns;        // of s and B, a multiple of 32; 0: no adapter
+  int adapter_columns;        // columns of s and B, a multiple of 32; 0: no adapter
   int tokens_ready;           // 1: the kernel ahead is adapter_shrink, which starts this one once x is complete
   Divisor by_steps, by_units, by_blocks;
 };
@@ -24,10 +25,10 @@ struct Problem {
 constexpr int ROW_GROUPS = WARPGROUPS / KGROUPS, CTA_BLOCKS = ROW_GROUPS * ROWS;
 constexpr int WORKERS = 128 * ROW_GROUPS;  // threads that hold the sums of a tile in the end
 constexpr int THREADS = 128 * WARPGROUPS + 128;  // half of the copying warpgroup only lends its registers
-// what the threads are launched with is shared out anew: more than that would wait for ever
+// The registers of the launch are divided anew; asking for more than those in all would wait for ever.
 constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : 232;
 constexpr int COPY_REGISTERS = 32;
-constexpr int LEFT = 5, READY = 10;  // barriers of the block: sums are left for others; others have left theirs
+constexpr int LEFT = 5, READY = 10;  // named barriers: this block has left its sums; others have left theirs
 constexpr u64 PATIENCE = 60000000000ull;  // nanoseconds that a block waits for the sums of others, which take microseconds
 constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
 
@@ -42,7 +43,7 @@ __device__ __forceinline__ void locate(const Problem& p, int tile, int& n_tile, 
   n_tile = within / rows;
 }
 
-// A walk over this block's segments: (tile, first stage, end stage).
+// Walk over this block's segments: (tile, first stage, end stage).
 struct Segments {
   const Problem& p;
   int block, blocks, begin, position, round, steps, tile, first, last;
@@ -80,12 +81,12 @@ __device__ __forceinline__ void synchronize_row_group(int row_group) {
 
 constexpr int X_TILE = TOKENS * 128;  // bytes of 64 columns of all tokens
 constexpr int X_STAGE = DEPTH * X_TILE, W_STAGE = CTA_BLOCKS * DEPTH * TILE_BYTES;
-constexpr int SHARES = CLUSTER > 1 ? CLUSTER * KGROUPS : 1;          // into which the tokens of a tile are divided in the end
-constexpr int SHARE = (TOKENS / 8 + SHARES - 1) / SHARES;              // eights of tokens of one of them
-constexpr int SLICE = SHARE % 8 == 0 ? 64 : SHARE % 6 == 0 ? 48 : 8 * SHARE;  // tokens turned round at a time in the end
+constexpr int SHARES = CLUSTER > 1 ? CLUSTER * KGROUPS : 1;          // shares of a tile's tokens at its end
+constexpr int SHARE = (TOKENS / 8 + SHARES - 1) / SHARES;              // groups of 8 tokens of one share
+constexpr int SLICE = SHARE % 8 == 0 ? 64 : SHARE % 6 == 0 ? 48 : 8 * SHARE;  // tokens transposed at a time
 constexpr int TURN_ROW = 144;                                         // bytes: 64 outputs of a token, padded
 static_assert(DEPTH % KGROUPS == 0 && WARPGROUPS % KGROUPS == 0, "columns and warpgroups are divided evenly");
-// with an odd number the same registers would be decoded into while the matrix unit still reads them
+// With an odd number registers would be overwritten while the matrix unit still reads them.
 static_assert(SYNCHRONOUS || DEPTH / KGROUPS * (4 * ROWS / GROUP) % 2 == 0, "the two buffers of fragments take turns");
 
 constexpr int TURN_OFFSET = STAGES * (X_STAGE + W_STAGE);
