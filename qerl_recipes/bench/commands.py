@@ -28,8 +28,9 @@ def rollout(
     arms: Annotated[
         str,
         typer.Option(
-            help="engines to compare: bf16_merged (no adapter), bf16 (LoRA slots), nf4, qerl_nvfp4, qerl_nvfp4_base "
-            "(no adapter), _float16, _slots, _slots_marlin, stock_nvfp4"
+            help="An arm is one of the engine configurations that are compared: bf16_merged "
+            "(no adapter), bf16 (LoRA slots), nf4, qerl_nvfp4, qerl_nvfp4_base (no adapter), "
+            "_float16, _slots, _slots_marlin, stock_nvfp4"
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
     rank: Rank = 32,
@@ -239,7 +240,11 @@ def bench_train(
     context: typer.Context,
     shape: Shape = "7B",
     arms: Annotated[
-        str, typer.Option(help="Compare these configurations: bf16, nf4, qerl_nvfp4; ratios are to the first.")
+        str,
+        typer.Option(
+            help="An arm is one of the training configurations that are compared: bf16, nf4, qerl_nvfp4. Ratios are to "
+            "the first."
+        ),
     ] = "bf16,nf4,qerl_nvfp4",
     groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,
     generations: Annotated[int, typer.Option(help="completions of a prompt")] = 8,
