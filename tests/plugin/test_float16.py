@@ -78,6 +78,19 @@ def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
     assert torch.equal(first, measure.engine(llm)) and bool(torch.isfinite(first).all())
 
 
+def test_the_check_computes_every_linear_again(make_nvfp4, boot, measure, monkeypatch):
+    """Check that a rank computes again without an overflow of its own, since another rank may have one."""
+    from qerl_vllm_plugin.weights.overflow import check_engine
+
+    llm = boot(make_nvfp4("qwen2"), dtype="float16")
+    model, computed = measure.model(llm), []
+    linear = model.model.layers[0].mlp.down_proj
+    forward = type(linear).forward
+    monkeypatch.setattr(type(linear), "forward", lambda self, x: computed.append(self) or forward(self, x))
+    check_engine(model, llm.llm_engine.vllm_config)
+    assert computed.count(linear) == 2
+
+
 @pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs smollm3 by transformers' own classes
 def test_the_check_attends_as_sequences_of_one_token_do(family, make_bf16, boot, measure):
     """Compare what ``watched`` sees at the last norm with what the engine computes for each token alone."""

@@ -270,6 +270,27 @@ def test_a_pause_that_fails_leaves_nothing_behind():
     with_servers(use)
 
 
+def test_a_drain_that_fails_fails_the_change():
+    async def use(core, server):
+        begun(core, server)
+        inner = core.pause
+
+        async def fail(mode):
+            core.pause = inner
+            await inner(mode)
+            raise RuntimeError("no longer draining")
+
+        core.pause = fail
+        changed = asyncio.create_task(noise(server, "wait"))
+        await said(core, "pause wait")
+        await ended(core, server)
+        with pytest.raises(RuntimeError, match="no longer draining"):
+            await changed
+        assert core.said == ["pause wait", "resume"]
+
+    with_servers(use, 1)
+
+
 def test_behind_a_change_that_waits_others_are_refused_in_time(monkeypatch):
     monkeypatch.setattr(quiesce, "LINE", 0.1)
 

@@ -53,6 +53,8 @@ def test_the_doctor_compares_log_probabilities_by_either_name(monkeypatch):
         CliRunner().invoke(cli.app, ["doctor", "--mismatch", "a_run", "--seed", "4"])
     assert seen == [(Path("a_run"), ["--seed", "4"], 16)] * 2
     assert "keep one" in CliRunner().invoke(cli.app, ["doctor", "--mismatch", "a_run", "--logprobs", "a_run"]).output
+    for ignored in (["--recipe", "a_recipe.yaml"], ["--gpu-memory", "24"]):
+        assert "remove --recipe" in CliRunner().invoke(cli.app, ["doctor", "--logprobs", "a_run", *ignored]).output
 
 
 def test_keys_of_the_recipe_may_follow_the_options_of_calibration_texts(monkeypatch):

@@ -111,6 +111,7 @@ OTHER_QUANTIZATIONS = {
     "no group size": (group_with({"group_size": None}), "has group_size None"),
     "asymmetric": (group_with({"symmetric": False}), "has symmetric False"),
     "column order": (group_with({"actorder": "group"}), "has actorder 'group'"),
+    "column order by its switch": (group_with({"actorder": True}), "has actorder True"),
     "MXFP4 scales": (group_with({"scale_dtype": "torch.uint8"}), r"has scale_dtype 'torch\.uint8'"),
     "other format": (group_with(format="pack-quantized"), "format 'pack-quantized'"),
     "no groups": (NVFP4 | {"config_groups": {}}, "without config_groups"),
