@@ -1,6 +1,7 @@
 """Set what vLLM needs on a CPU before anything imports it, and make tiny checkpoints that every test may use."""
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -76,16 +77,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def classes_looked_at_here() -> Iterator[None]:
-    """Let vLLM inspect model classes in this process and not in a new one, which would import all of vLLM again.
+def light_engines() -> Iterator[None]:
+    """Let engines in this process start with less work that only large models and GPUs need.
 
-    vLLM caches the result in the user's cache. Without this fixture, the first tests on a machine take 12 CPU seconds
-    longer per architecture and xdist worker. vLLM uses a new process to avoid initializing CUDA, which no CPU has.
+    vLLM inspects model classes in a new process, to avoid initializing CUDA. That process imports all of vLLM again,
+    which takes 12 CPU seconds an architecture and xdist worker on a machine whose user has no cache of the results.
+    Every engine writes zeros to its KV cache of a GiB, and looks through all modules for Triton's kernels, though the
+    first has replaced them. These take half a second an engine.
     """
     from vllm.model_executor.models import registry
+    from vllm.platforms import cpu, current_platform
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        patch.setattr(cpu, "GiB_bytes", 1 << 25)
+        replace = current_platform.register_triton_kernel_overrides
+        if replace is not None:  # older releases have no such method
+            patch.setattr(current_platform, "register_triton_kernel_overrides", functools.cache(replace))
         yield
 
 
@@ -237,7 +245,7 @@ def make_nvfp4(make_bf16: Make, tmp_path_factory: pytest.TempPathFactory) -> Mak
 
 
 @pytest.fixture(scope="session")
-def engine_options(classes_looked_at_here: None) -> dict[str, object]:
+def engine_options(light_engines: None) -> dict[str, object]:
     """Return the options of every test engine on a CPU."""
     return {
         "dtype": "bfloat16",

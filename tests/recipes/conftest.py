@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture
-def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path) -> Callable[..., str]:
+def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path, light_engines: None) -> Callable[..., str]:
     """Return write_recipe(**changes), which writes a recipe of SETTINGS and returns its path.
 
     The recipe trains a tiny checkpoint and has output_dir tmp_path/run.
@@ -78,7 +78,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path, classes_looked_at_here: None) -> Iterator[Callable[..., Any]]:
+def make_trainer(tmp_path: Path, light_engines: None) -> Iterator[Callable[..., Any]]:
     """Return a function that builds a QerlGRPOTrainer and shuts its engine down after the test.
 
     Its parameters are (base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, attention, targets,
@@ -90,9 +90,7 @@ def make_trainer(tmp_path: Path, classes_looked_at_here: None) -> Iterator[Calla
 
 
 @pytest.fixture(scope="module")
-def make_module_trainer(
-    tmp_path_factory: pytest.TempPathFactory, classes_looked_at_here: None
-) -> Iterator[Callable[..., Any]]:
+def make_module_trainer(tmp_path_factory: pytest.TempPathFactory, light_engines: None) -> Iterator[Callable[..., Any]]:
     """Return a make_trainer of module scope, for a run that several tests look at."""
     with trainers(tmp_path_factory.mktemp("module") / "run") as make:
         yield make

@@ -112,7 +112,7 @@ def test_prompts_are_computed_before_anything_is_timed() -> None:
 
 
 def test_an_engine_steps_halfway_through_its_completions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, light_engines: None
 ) -> None:
     """Profile an engine on a CPU with a stand-in trace; the steps are the engine's own."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -168,7 +168,7 @@ def test_log_probabilities_are_counted_from_the_end(cached):
         soak_replay.of_tokens(tokens, known[4:])
 
 
-def test_a_cached_beginning_is_replayed_afresh_under_each_policy(classes_looked_at_here, tmp_path):
+def test_a_cached_beginning_is_replayed_afresh_under_each_policy(light_engines, tmp_path):
     block = 128  # vLLM's block size on a CPU
     # the second prompt shares a block with its own answers
     prompt, other = list(range(1, block + 1)), list(range(2, block))

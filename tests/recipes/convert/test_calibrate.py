@@ -25,7 +25,7 @@ def recipe(write_recipe, make_bf16):
 
 
 @pytest.fixture
-def written(recipe, tmp_path, classes_looked_at_here):
+def written(recipe, tmp_path, light_engines):
     """Return written(samples, **changes), which gives the lines of the file and what was printed."""
     files = iter(tmp_path / f"{i}.jsonl" for i in range(9))
 

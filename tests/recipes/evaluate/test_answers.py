@@ -20,7 +20,7 @@ from qerl_recipes.evaluate.request import Sampling
 from qerl_recipes.tasks import running_sum
 
 Make = Callable[..., Path]
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("light_engines")]
 REASONS = ("stop", "length", "stop")  # why answers end
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }};{% endfor %}"

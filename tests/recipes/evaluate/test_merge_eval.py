@@ -13,7 +13,9 @@ from qerl_recipes.files import run_state
 
 
 @pytest.mark.integration
-def test_an_adapters_own_answers_survive_a_merge_in_part(make_nvfp4, save_adapter, tmp_path, capfd, monkeypatch):
+def test_an_adapters_own_answers_survive_a_merge_in_part(
+    make_nvfp4, save_adapter, tmp_path, capfd, monkeypatch, light_engines
+):
     """Take the adapter's own answers as right. It then scores 100 %, and a merge loses whatever it changes."""
     base = make_nvfp4("qwen2")
     recipe = {"max_completion_length": 5, "dtype": "float32"}

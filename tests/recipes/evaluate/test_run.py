@@ -24,6 +24,7 @@ from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.evaluate.run import EngineSettings
 from qerl_recipes.files.run_state import base_hash
 
+pytestmark = pytest.mark.usefixtures("light_engines")
 Make = Callable[..., Path]
 
 

@@ -40,7 +40,7 @@ def randomize(model, seed):
 
 
 @pytest.fixture(scope="module")
-def start_engine(policy, make_nvfp4, tmp_path_factory, classes_looked_at_here):
+def start_engine(policy, make_nvfp4, tmp_path_factory, light_engines):
     def snapshot():
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
         return Snapshot(tensors, policy.peft_config["default"].to_dict())

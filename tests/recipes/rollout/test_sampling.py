@@ -23,7 +23,7 @@ PROMPTS = [[5 + row, 9, 7 * row + 2, 11] for row in range(12)]
 
 
 @pytest.fixture(scope="module")
-def llm(classes_looked_at_here: None) -> Any:
+def llm(light_engines: None) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = random_model.start(config_json("tiny"), length=64, sequences=5, logprobs_mode="processed_logprobs")
