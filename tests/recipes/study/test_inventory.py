@@ -44,7 +44,7 @@ def test_an_older_table_is_read_by_todays_names(tmp_path):
     ]
 
 
-GOOD = gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,0.5\n")
+GOOD = gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,0.5\n", mtime=0)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ GOOD = gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,0.5\n")
         b"",
         GOOD[:-9],
         GOOD[:12] + b"\0\0" + GOOD[14:],
-        gzip.compress(b""),
-        gzip.compress(b"arm,seed,metric,step,value\na,0,1,2,3\n"),
-        gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,half\n"),
+        gzip.compress(b"", mtime=0),
+        gzip.compress(b"arm,seed,metric,step,value\na,0,1,2,3\n", mtime=0),
+        gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,half\n", mtime=0),
         None,
     ],
 )
