@@ -106,7 +106,11 @@ def with_servers(use, count=2, drafts=None):
         for server in servers:
             server.client = Client(core)
             await server.open(server.client, config, None, None, 60)
-        return await asyncio.wait_for(use(core, *servers), PATIENCE)
+        try:
+            return await asyncio.wait_for(use(core, *servers), PATIENCE)
+        except BaseException:  # changes ignore a cancellation while requests run, so they would keep a failing test
+            await ended(core, *servers)
+            raise
 
     return asyncio.run(run())
 
