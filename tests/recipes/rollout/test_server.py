@@ -345,7 +345,7 @@ def test_a_server_that_somebody_has_paused_is_waited_for_in_time_and_named(runni
         began = time.monotonic()
         with pytest.raises(ServerLostError, match=r"has not answered for 2 s \(Conn.*somebody has paused its"):
             rollouts.generate(prompts=[[5, 6, 7]] * 4, images=None, num_generations=4)
-        assert 2 <= time.monotonic() - began < 8
+        assert 2 <= time.monotonic() - began < PATIENCE, "neither at once nor after 500 s"
         assert "somebody has paused its engine" in capfd.readouterr().err
     finally:
         httpx.post(f"{running.url}/resume").raise_for_status()
