@@ -49,6 +49,7 @@ def test_a_small_adapter_that_leads_beyond_float16_is_refused(make_nvfp4, refere
     policy = Policy(boot(folder, dtype="float16", additional_config={"qerl": {"policy_adapter": {"rank": 8}}}))
     tensors, config, _ = make_adapter(reference(folder), size=0.5, target_modules=["up_proj", "down_proj"])
     policy.swap(tensors, config)
+    assert policy.parts["try"] > 0, "the time of the trial is told apart"
     before, answers = policy.state(digest=True), measure.engine(policy._llm)
     large = {name: tensor * 3 for name, tensor in tensors.items()}
     norms = {f"model.layers.{i}.post_attention_layernorm.weight": torch.full((64,), 90.0) for i in range(2)}

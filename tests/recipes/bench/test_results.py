@@ -1,7 +1,9 @@
 """Test that a result says what it was measured on, and that its command can be run again unchanged."""
 
+import json
 import shlex
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,12 @@ def test_the_command_is_one_that_a_shell_reads_back(monkeypatch: pytest.MonkeyPa
     ]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/qerl", *words])
     assert shlex.split(results.conditions()["command"]) == ["qerl", *words]
+
+
+def test_a_result_is_saved_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    output = tmp_path / "of a week" / "of a day" / "x.json"
+    results.save({"seconds": 1.5}, output)
+    assert json.loads(output.read_text()) == {"seconds": 1.5}
 
 
 def test_a_script_beside_the_kernels_names_itself_and_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

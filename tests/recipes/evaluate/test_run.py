@@ -337,6 +337,11 @@ def test_the_engine_has_no_process_of_its_own_unless_asked_for(
     monkeypatch.setenv(name, "0")  # the value for the other tests
 
 
+def test_nf4_is_refused_without_a_gpu(make_bf16: Make) -> None:
+    with pytest.raises(ValueError, match=r"nf4.* needs a CUDA GPU; on this machine use qerl_nvfp4"):
+        evaluate.start(EngineSettings(make_bf16("qwen2"), "nf4", 8, "bfloat16", 64))
+
+
 TEMPLATE = "{% for m in messages %}{{ m['content'] }};{% endfor %}{{ '8' if more else '7' }}="
 
 

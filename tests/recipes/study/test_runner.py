@@ -434,6 +434,19 @@ def test_an_evaluation_that_fails_takes_no_other_with_it(study, evaluated):
     assert groups == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
 
 
+def test_a_group_too_long_for_one_command_is_halved(study, evaluated, monkeypatch):
+    monkeypatch.setattr(runner, "ARGUMENT", 1)
+    sizes = []
+
+    def evaluate(name, log, options):
+        sizes.append(len(options))
+        written(*options)
+        return 0
+
+    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}})), evaluate) == []
+    assert sizes == [1] * 6
+
+
 def test_a_group_whose_engine_did_not_start_is_begun_again(study, evaluated):
     sizes = []
 
