@@ -1,0 +1,88 @@
+"""Shut this process in, run one program under limits, and exit as it does.
+
+``sandbox.run`` starts this file with ``python -I``. It needs only the standard library. Its argument is JSON; its last
+lines, after the functions, say in which order things happen.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+
+MOUNT_SETATTR, HERE, RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1  # of linux/mount.h and asm-generic/unistd.h
+NO_SUID, NO_DEVICES, BIND = 2, 4, 0x1000 | 0x4000
+NO_NEW_PRIVILEGES, SECURE_BITS, NO_POWERS_OF_ROOT = 38, 28, 0x2F  # of linux/prctl.h and linux/securebits.h
+
+
+def checked(result: int, what: str) -> None:
+    """Raise OSError where a call of the C library has failed."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def close_file_system(libc: ctypes.CDLL, settings: dict) -> None:
+    """Hide the home folder but for ``visible``, make all else read-only, and put an empty file system over ``folder``.
+
+    The last has ``disk`` bytes and belongs to the program.
+    """
+    home, folder, owner = settings["home"], settings["folder"], settings["uid"] or 0
+    if home != "/" and os.path.isdir(home):
+        inside = {path: os.open(path, os.O_PATH) for path in settings["visible"] if path.startswith(f"{home}/")}
+        checked(libc.mount(b"none", home.encode(), b"tmpfs", NO_SUID | NO_DEVICES, b"size=65536,mode=755"), home)
+        for path, opened in inside.items():
+            os.makedirs(path, exist_ok=True)
+            checked(libc.mount(f"/proc/self/fd/{opened}".encode(), path.encode(), None, BIND, None), path)
+            os.close(opened)
+    attributes = struct.pack("QQQQ", READ_ONLY, 0, 0, 0)
+    result = libc.syscall(MOUNT_SETATTR, HERE, b"/", RECURSIVE, attributes, len(attributes))
+    checked(result, "the file system cannot be made read-only")
+    options = f"size={settings['disk']},nr_inodes=4096,mode=700,uid={owner}".encode()
+    checked(libc.mount(b"none", folder.encode(), b"tmpfs", NO_SUID | NO_DEVICES, options), folder)
+
+
+def start(libc: ctypes.CDLL, settings: dict) -> int:
+    """Start the program in a child process under its limits -> its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        for name, (soft, hard) in settings["limits"].items():
+            resource.setrlimit(getattr(resource, name), (soft, hard))
+        if settings["uid"] is not None:
+            os.setgroups([])
+            os.setresgid(*[settings["uid"]] * 3)
+            os.setresuid(*[settings["uid"]] * 3)
+        elif settings["namespaces"]:
+            checked(libc.prctl(SECURE_BITS, NO_POWERS_OF_ROOT, 0, 0, 0), "privileges cannot be dropped")
+        checked(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0), "new privileges cannot be refused")
+        os.chdir(settings["folder"])
+        os.write(settings["started"], b"1")
+        os.execv(settings["command"][0], settings["command"])
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}".encode())
+    os._exit(127)
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    os.set_inheritable(settings["started"], False)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if settings["namespaces"]:
+        close_file_system(libc, settings)
+    child = start(libc, settings)
+    os.close(settings["started"])
+
+    def end(*signal_and_frame: object) -> None:
+        os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(settings["seconds"])  # whoever started this may have died, and then nobody else ends the program
+    while True:  # the first process of a namespace gets all orphans
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)

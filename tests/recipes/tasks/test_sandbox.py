@@ -1,0 +1,233 @@
+"""Run hostile programs as real processes, in each way in which a machine may shut them in.
+
+Where the tests run as root, other users' runs start in a process with the rights of nobody.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from transformers.utils import get_json_schema
+
+from qerl_recipes.tasks import sandbox
+from qerl_recipes.tasks.sandbox import LIMITS, NAMESPACES, OWN_USER, SandboxError
+
+SYSTEM_PYTHON = "/usr/bin/python3"  # every user may run it
+AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+# Run the program of the standard input, and print its outcome. This needs no package.
+DRIVER = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("sandbox", sys.argv[1])
+sandbox = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sandbox)
+try:
+    print(json.dumps(sandbox._run(sys.argv[2], sys.stdin.read(), "", 0.5, sandbox.MEMORY, 1000)))
+except sandbox.SandboxError as error:
+    print(json.dumps(["", str(error), "not started"]))
+"""
+ALARM = 86_413  # seconds, of sleeps that are recognized by this number
+
+HOSTILE = {
+    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "endless loop": "while True: pass",
+    "sleep": f"import time; time.sleep({ALARM})",
+    "10 GB of memory": "x = bytearray(10**10)",
+    "1 GB of output": "import sys\nfor _ in range(1000): sys.stdout.write('x' * 10**6)",
+    "closed output": "import os; os.close(1); os.close(2)",
+    "orphan": f"import subprocess as s; s.Popen(['sleep', '{ALARM}'], start_new_session=True); print('left')",
+    "killed parent and group": (
+        "import os\n"
+        f"os.fork() or (os.setsid(), os.execvp('sleep', ['sleep', '{ALARM}']))\n"
+        "for victim in (os.getppid(), -os.getpgrp()):\n"
+        "    try: os.kill(victim, 9)\n"
+        "    except OSError as error: print(error)"
+    ),
+    "full disk": "for i in range(1000):\n    with open(str(i), 'wb') as file: file.write(b'x' * 10**6)",
+    "other process": (
+        "from pathlib import Path\n"
+        "for file in Path('/proc').glob('[0-9]*/environ'):\n"
+        "    try: text = file.read_text(errors='replace')\n"
+        "    except OSError: continue\n"
+        "    if 'PATH' in text and 'PYTHONHASHSEED=0' not in text: print(file)"
+    ),
+    "environment": "import os; print(sorted(os.environ), os.getcwd(), os.listdir())",
+    "socket": "import socket; socket.create_connection(('127.0.0.1', PORT), 5)",
+    "other file": "open('ELSEWHERE', 'w').write('x')",
+}
+OUT_OF_TIME, KILLED = None, 137
+VERDICTS = {
+    "fork bomb": {OUT_OF_TIME},
+    "endless loop": {OUT_OF_TIME},
+    "sleep": {OUT_OF_TIME},
+    "10 GB of memory": {1},
+    "1 GB of output": {1, 120},
+    "closed output": {0},
+    "orphan": {0},
+    "killed parent and group": {KILLED},
+    "full disk": {1, OUT_OF_TIME},
+    "other process": {0},
+    "environment": {0},
+    "socket": {1},
+    "other file": {1},
+}
+# without namespaces these succeed, as the warning says
+ALLOWED = {OWN_USER: {"socket", "other file"}, LIMITS: {"socket", "other process", "other file"}}
+
+
+def ways():
+    """Return (kind, prefix of the command) for each way that this machine has of shutting programs in."""
+    if os.geteuid() != 0:
+        return {"namespaces": (NAMESPACES, []), "limits": (LIMITS, [])}
+    ways = {"namespaces, root": (NAMESPACES, []), "own user": (OWN_USER, [])}
+    if shutil.which("setpriv"):
+        ways |= {"namespaces, nobody": (NAMESPACES, AS_NOBODY), "limits": (LIMITS, AS_NOBODY)}
+    return ways
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Run every hostile program in every way, side by side -> {(way, name): outcome}, what is left, the folder."""
+    place = Path(tempfile.mkdtemp(prefix="qerl-hostile-", dir="/tmp"))
+    place.chmod(0o755)
+    for file in ("sandbox.py", "sandbox_launcher.py"):
+        shutil.copy(Path(sandbox.__file__).with_name(file), place)
+    for name in ("scratch", "elsewhere"):
+        (place / name).mkdir()
+        (place / name).chmod(0o777)
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def outcome(case):
+        way, name = case
+        kind, prefix = ways()[way]
+        program = HOSTILE[name].replace("PORT", str(server.getsockname()[1]))
+        program = program.replace("ELSEWHERE", f"{place}/elsewhere/{way}")
+        line = [*prefix, SYSTEM_PYTHON, "-c", DRIVER, f"{place}/sandbox.py", kind]
+        environment = {**os.environ, "TMPDIR": f"{place}/scratch", "A_TOKEN": "hf_secret"}
+        ended = subprocess.run(line, input=program, env=environment, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, (case, ended.stderr)
+        return sandbox.Outcome(*json.loads(ended.stdout))
+
+    try:
+        cases = [(way, name) for name in HOSTILE for way in ways()]
+        with server, ThreadPoolExecutor(6) as pool:
+            found = dict(zip(cases, pool.map(outcome, cases), strict=True))
+        lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+        left = [line for line in lines if str(place).encode() in line or str(ALARM).encode() in line]
+        yield found, left + list((place / "scratch").iterdir()), place
+    finally:
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_ends_with_a_verdict(name, way, outcomes):
+    kind = ways()[way][0]
+    outcome = outcomes[0][way, name]
+    if "not started" in outcome and kind == NAMESPACES:
+        pytest.skip(f"this kernel has no namespaces for us: {outcome.errors}")
+    assert len(outcome.output) <= 1000 and len(outcome.errors) <= 1000
+    if name in ALLOWED.get(kind, ()):
+        assert outcome.status == 0
+        return
+    assert outcome.status in VERDICTS[name], outcome
+    if name == "other process":
+        assert outcome.output == ""
+    if name == "environment":
+        assert "TOKEN" not in outcome.output and "PROXY" not in outcome.output.upper()
+        assert outcome.output.endswith(" work []\n")
+
+
+def test_hostile_programs_leave_nothing_behind(outcomes):
+    _, left, place = outcomes
+    assert not left
+    assert {file.name for file in (place / "elsewhere").iterdir()} <= {"limits", "own user"}
+
+
+def test_a_program_reads_its_input_and_says_how_it_ended():
+    assert sandbox.run("print(int(input()) + 1)", "41", seconds=5) == ("42\n", "", 0)
+    outcome = sandbox.run("import sys; print('so far'); sys.exit('no')", seconds=5)
+    assert outcome == ("so far\n", "no\n", 1)
+    assert sandbox.run("import os; os.abort()", seconds=5).status == 128 + 6
+    assert sandbox.run("import numpy; print(numpy.ones(3).sum())", seconds=5).output == "3.0\n"
+
+
+def test_output_is_cut_where_it_begins_and_errors_where_they_end():
+    program = "import sys; print('é' * 9 + 'end'); sys.exit('x' * 99 + 'end')"
+    outcome = sandbox.run(program, seconds=5, output_bytes=8)
+    assert outcome.output == "éééé" and outcome.errors == "xxxxend\n"
+
+
+def test_two_runs_of_a_program_give_the_same_text():
+    """Check what differs between processes elsewhere: the order of a set, and the folder in a traceback."""
+    program = "import os; print({str(i) for i in range(50)}, os.getcwd(), os.environ); 1 / 0"
+    first, second = (sandbox.run(program, seconds=5) for _ in range(2))
+    assert first == second and "ZeroDivisionError" in first.errors and 'File "program.py"' in first.errors
+
+
+def test_seconds_and_bytes_are_those_that_were_asked_for():
+    loop = "import time\nwhile time.process_time() < 1.5: pass\nprint('done')"
+    assert sandbox.run(loop, seconds=1).status is None
+    assert sandbox.run(loop, seconds=2).output == "done\n"
+    take = "x = bytearray(1 << 28); print('done')"
+    assert "MemoryError" in sandbox.run(take, seconds=5, memory_bytes=1 << 28).errors
+    assert sandbox.run(take, seconds=5, memory_bytes=1 << 30).output == "done\n"
+
+
+def test_a_launcher_whose_starter_has_died_ends_its_program(tmp_path):
+    settings = {"namespaces": False, "uid": None, "folder": str(tmp_path), "limits": {}, "seconds": 1, "started": 1}
+    settings["command"] = ["/bin/sleep", str(ALARM)]
+    line = [sys.executable, "-I", str(sandbox.LAUNCHER), json.dumps(settings)]
+    assert subprocess.run(line, stdout=subprocess.PIPE, timeout=60).returncode == KILLED
+
+
+def test_what_has_not_started_is_no_verdict(monkeypatch):
+    kind = sandbox.kind()
+    monkeypatch.setattr(sandbox, "PYTHON", "/bin/false")
+    with pytest.raises(SandboxError, match="the launcher ended with 1"):
+        sandbox._run(kind, "print(1)", "", 1, sandbox.MEMORY, 100)
+
+
+@pytest.mark.parametrize(
+    ("user", "working", "message"),
+    [
+        (0, {OWN_USER}, "it reaches the network and may write where all users may"),
+        (1000, {LIMITS}, "it reaches the network, and your user's files and processes"),
+        (0, set(), "run as another user than root, or allow namespaces"),
+        (1000, set(), "use another code_provider"),
+    ],
+)
+def test_what_a_kernel_lacks_is_named_or_refused(user, working, message, monkeypatch):
+    def run(kind, *arguments):
+        if kind in working:
+            return sandbox.Outcome("42\n", "", 0)
+        raise SandboxError(f"no {kind} here")
+
+    monkeypatch.setattr(sandbox, "_run", run)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    if working:
+        with pytest.warns(UserWarning, match=f"kernel refuses .namespaces: no namespaces here.*{message}"):
+            assert {sandbox.kind.__wrapped__()} == working
+    else:
+        with pytest.raises(SandboxError, match=f"no namespaces here; .* here.*{message}"):
+            sandbox.kind.__wrapped__()
+
+
+def test_python_is_a_tool_whose_text_is_bounded():
+    assert sandbox.python("print(6 * 7)") == "42"
+    assert sandbox.python("") == ""
+    assert sandbox.python("print(1)\n1 / 0").endswith("ZeroDivisionError: division by zero\n(exit status 1)")
+    assert len(sandbox.python("import sys; print('x' * 10**6); sys.exit('y' * 10**6)")) < 5000
+    schema = get_json_schema(sandbox.python)["function"]
+    assert schema["name"] == "python" and list(schema["parameters"]["properties"]) == ["code"]
+
+
+def test_python_says_that_the_time_ran_out(monkeypatch):
+    monkeypatch.setattr(sandbox, "TOOL_SECONDS", 0.2)
+    assert sandbox.python("print('so far', flush=True)\nwhile True: pass") == "so far\n(the program ran out of time)"
