@@ -84,6 +84,26 @@ class ScriptArguments(trl.ScriptArguments):
     max_completion_len: int = field(default=16384, metadata={"help": "soft_overlong_punishment: tokens allowed."})
     soft_punish_cache: int = field(default=4096, metadata={"help": "soft_overlong_punishment: tokens of the slope."})
     code_language: str = field(default="python", metadata={"help": "code_format: language of the code block."})
+    code_provider: str = field(
+        default="e2b",
+        metadata={
+            "help": "code, binary_code: where programs run. local is this machine, with limits that are no isolation.",
+            "choices": ("e2b", "morph", "piston", "local"),
+        },
+    )
+    e2b_router_url: str | None = field(default=None, metadata={"help": "code_provider e2b: HOST:PORT of a router."})
+    morph_router_url: str | None = field(default=None, metadata={"help": "code_provider morph: HOST:PORT of a router."})
+    parallel_code_exec_per_proc: int = field(
+        default=2, metadata={"help": "code, binary_code: programs that run at a time, for each process."}
+    )
+    code_eval_scoring_mode: str = field(
+        default="weighted_sum",
+        metadata={"help": "cf_code: what passed tests give.", "choices": ("pass_fail", "partial", "weighted_sum")},
+    )
+    code_eval_test_batch_size: int = field(
+        default=1, metadata={"help": "cf_code, ioi_code: tests of a program that run at a time; -1 is all."}
+    )
+    ioi_provider: str = field(default="piston", metadata={"help": "ioi_code: where programs run."})
     refused: list[str] = field(default_factory=list, init=False)  # set by parse: refusals of keys that are no fields
     is_without_gpu: bool = field(default=False, init=False)  # set by parse: did the machine decide use_cpu?
 

@@ -38,8 +38,6 @@ RENAMED = {
     "hub_model_revision": "hub_revision",
 }
 
-_SANDBOX = "rewards that execute code are not built in; add them with the qerl_rewards hook, and remove the key"
-
 # keys of Open-R1 and of earlier TRLs: allowed values ask for what happens anyway; others are refused
 WITHOUT_EFFECT = {
     "vllm_device": Refusal(("auto",), "the engine shares the trainer's GPU; remove the key"),
@@ -55,18 +53,10 @@ WITHOUT_EFFECT = {
                          "hub_revision, without Open-R1's Slurm jobs; remove the key"),
     "benchmarks": Refusal(([],), "run qerl evaluate BASE --adapter DIR --tasks ... on the saved adapter; "
                           "remove the key"),
-    "code_eval_test_batch_size": Refusal((1,), _SANDBOX),
-    "code_eval_scoring_mode": Refusal(("weighted_sum",), _SANDBOX),
-    "parallel_code_exec_per_proc": Refusal((2,), _SANDBOX),
-    "e2b_router_url": Refusal((None,), _SANDBOX),
-    "morph_router_url": Refusal((None,), _SANDBOX),
-    "code_provider": Refusal(("e2b",), _SANDBOX),
-    "ioi_provider": Refusal(("piston",), _SANDBOX),
 }  # fmt: skip
 # A recipe with one of these keys was written for TRL 0.18. Its defaults below differ from those of TRL 1.16.
 OF_TRL_0_18 = {"torch_dtype", "overwrite_output_dir"}
 DEFAULTS_OF_TRL_0_18 = {"beta": "0.04", "loss_type": "bnpo", "max_completion_length": "256"}
-CODE_REWARDS = ("code", "binary_code", "ioi_code", "cf_code")  # Open-R1's rewards that run programs in a sandbox
 
 # keys that are not a recipe's, and where to set them instead
 BELONGS_ELSEWHERE = {
@@ -200,7 +190,8 @@ _HONOURED = {
     "rewards": """
     reward_funcs reward_weights scale_rewards multi_objective_aggregation cosine_min_value_wrong
     cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
-    repetition_max_penalty code_language max_completion_len soft_punish_cache
+    repetition_max_penalty code_language max_completion_len soft_punish_cache code_provider e2b_router_url
+    morph_router_url parallel_code_exec_per_proc code_eval_scoring_mode code_eval_test_batch_size ioi_provider
     """,
     "rollouts": """
     rollout_engine vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.recipe.keys import CODE_REWARDS
-from qerl_recipes.tasks import answers, reasoning_gym, running_sum
+from qerl_recipes.tasks import answers, code_rewards, reasoning_gym, running_sum
 from qerl_recipes.tasks.answers import Completion, is_exactly, text_of
 from qerl_recipes.tasks.interface import Reward, RewardFactory
 from qerl_recipes.tasks.sources import EXAMPLE
@@ -254,6 +253,10 @@ FACTORIES: dict[str, RewardFactory] = {
     "exact_answer": _plain(exact_answer),
     "last_number": _plain(last_number),
     "repetition_penalty": repetition_penalty,
+    "code": code_rewards.code,
+    "binary_code": code_rewards.binary_code,
+    "cf_code": code_rewards.cf_code,
+    "ioi_code": code_rewards.ioi_code,
     "code_format": code_format,
     "soft_overlong_punishment": soft_overlong_punishment,
     "reasoning_gym": _plain(reasoning_gym.scores, "reasoning_gym"),
@@ -278,11 +281,6 @@ def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFa
             raise ConfigError(
                 f"reward_funcs: {name} cannot be imported ({error}); its module must be on PYTHONPATH"
             ) from error
-    elif name in CODE_REWARDS:
-        raise ConfigError(
-            f"reward_funcs: {name} is Open-R1's and runs programs in a sandbox; rewards that execute code are not "
-            "built in: add yours with the qerl_rewards hook, or name its dotted path"
-        )
     else:
         raise ConfigError(
             f"reward_funcs: {name!r} is not one of the rewards: {', '.join(sorted(factories))}; plugins can add to "
@@ -329,6 +327,8 @@ def answer_problems(reward: str, rows: "Dataset", split: str) -> Iterator[str]:
 
     Other rewards are not checked, nor is a missing column. ``split`` is the name of the ``rows`` in the message.
     """
+    if reward in ("code", "binary_code") and "verification_info" in rows.column_names:
+        yield from code_rewards.data_problems(reward, rows, split)
     column, kinds = COMPARED.get(reward, ("", ()))
     if column not in rows.column_names:
         return

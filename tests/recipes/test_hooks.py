@@ -55,7 +55,7 @@ def test_a_plugin_can_read_completions_without_importing_trl():
 
 
 def test_the_same_name_is_unknown_without_the_plugin():
-    with pytest.raises(ConfigError, match="'shout' is not one of the rewards: accuracy, code_format"):
+    with pytest.raises(ConfigError, match="'shout' is not one of the rewards: accuracy, binary_code"):
         resolve("shout", ScriptArguments(), collect("qerl_rewards"))
 
 

@@ -57,13 +57,6 @@ def test_defaults_need_no_refusal():
         ["--dataset_streaming", "true"],
         ["--callbacks", "push_to_hub_revision", "another"],
         ["--benchmarks", "math_500"],
-        ["--code_eval_test_batch_size", "-1"],
-        ["--code_eval_scoring_mode", "pass_fail"],
-        ["--parallel_code_exec_per_proc", "4"],
-        ["--e2b_router_url", "1.2.3.4"],
-        ["--morph_router_url", "1.2.3.4"],
-        ["--code_provider=local"],
-        ["--ioi_provider", "morph"],
         ["--push_to_hub_revision", "true"],
         ["--use_liger_loss"],
         ["--vllm_device", "cuda:3"],
@@ -112,7 +105,8 @@ def test_open_r1_programming_recipe_parses_with_refusals():
     assert training.scale_rewards == "none" and training.hub_revision == "v01.00"
     assert script.dataset_mixture["datasets"][0]["id"] == "someone/problems"
     refused = {line.split(":")[0] for line in refusals(script, training, model)}
-    assert refused == {"callbacks", "benchmarks", "code_eval_test_batch_size", "code_provider"}
+    assert refused == {"callbacks", "benchmarks"}
+    assert (script.code_provider, script.code_eval_test_batch_size, script.code_language) == ("local", 20, "cpp")
 
 
 def test_recipes_of_an_earlier_trl_are_told_changed_defaults():
@@ -128,10 +122,9 @@ def test_recipes_of_an_earlier_trl_are_told_changed_defaults():
 
 def test_what_a_recipe_asks_for_in_vain_a_flag_can_take_back():
     path = str(FIXTURES / "open_r1_code.yaml")
-    with pytest.warns(UserWarning, match="code_provider has no effect: rewards that execute code are not built in"):
-        parsed = parse(["--config", path, "--use_cpu", "true", "--code_provider", "e2b"])
-    refused = {line.split(":")[0] for line in refusals(*parsed)}
-    assert refused == {"callbacks", "benchmarks", "code_eval_test_batch_size"}
+    with pytest.warns(UserWarning, match="benchmarks has no effect: run qerl evaluate BASE --adapter DIR"):
+        parsed = parse(["--config", path, "--use_cpu", "true", "--benchmarks"])
+    assert {line.split(":")[0] for line in refusals(*parsed)} == {"callbacks"}
 
 
 @pytest.mark.parametrize("where", ["yaml", "flag"])

@@ -223,7 +223,15 @@ def test_reasoning_gym_scores_with_the_verifier_of_the_task():
     assert max(score(completions=shifted, reasoning_gym=train["reasoning_gym"])) < 1.0
 
 
-def test_every_reward_takes_what_trl_passes_and_answers_once_a_completion():
+@pytest.fixture
+def built_in(monkeypatch):
+    """Return all built-in rewards by name; no program of a completion is sent to Piston's address."""
+    monkeypatch.setenv("PISTON_ENDPOINTS", "http://127.0.0.1:9/api/v2")
+    monkeypatch.setenv("CF_TESTS_FOLDER", "/none")
+    return {name: reward(name, code_provider="local") for name in FACTORIES}
+
+
+def test_every_reward_takes_what_trl_passes_and_answers_once_a_completion(built_in):
     train, _ = load(ScriptArguments(dataset_size=2))
     passed = {
         "prompts": ["p", "q"],
@@ -231,18 +239,23 @@ def test_every_reward_takes_what_trl_passes_and_answers_once_a_completion():
         "solution": ["1", "2"],
         "answer": ["1", "2"],
         "reasoning_gym": train["reasoning_gym"],
+        "verification_info": [{"test_cases": [{"input": "1", "output": "1"}]}] * 2,
+        "official_tests": [[{"input": "1", "output": "1"}]] * 2,
+        "language": ["python"] * 2,
+        **{name: [1, 1] for name in ("time_limit", "memory_limit", "year", "test_names", "score_precision")},
+        **{name: ["1/A"] * 2 for name in ("id", "input_mode", "grader_files")},
         "trainer_state": None,
         "log_extra": lambda name, values: None,
         "log_metric": lambda name, value: None,
     }
-    for name in FACTORIES:
+    for name, score in built_in.items():
         for completions in (["a", ""], chat(["a", ""])):
-            values = reward(name)(completions=completions, **passed)
+            values = score(completions=completions, **passed)
             assert len(values) == 2 and all(value is None or isinstance(value, float) for value in values), name
 
 
-def test_metrics_carry_the_name_of_the_recipe():
-    assert {name: reward(name).__name__ for name in FACTORIES} == {name: name for name in FACTORIES}
+def test_metrics_carry_the_name_of_the_recipe(built_in):
+    assert {name: score.__name__ for name, score in built_in.items()} == {name: name for name in FACTORIES}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +273,6 @@ def test_required_columns_are_read_from_the_signature(name, columns):
         ("acuracy", {}, "'acuracy' is not one of the rewards"),
         ("no_such_package.reward", {}, "cannot be imported"),
         ("math.tau", {}, "is not a function"),
-        ("binary_code", {}, "binary_code is Open-R1's and runs programs in a sandbox"),
         ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 10}, "soft_punish_cache"),
         ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 0}, "soft_punish_cache"),
         ("repetition_penalty", {"repetition_max_penalty": 1.0}, "repetition_max_penalty must be <= 0"),

@@ -51,7 +51,8 @@ REFUSED = [
     ("--reward_weights 1.0", "reward_weights has 1 numbers for 2 reward_funcs"),
     ("--reward_funcs accuracy format", "reward accuracy reads the column solution"),
     ("--reward_funcs accuracy format", """--dataset_kwargs '{"columns": {"OLD": "solution"}}'"""),
-    ("--reward_funcs cf_code", "cf_code is Open-R1's and runs programs in a sandbox; rewards that execute"),
+    ("--reward_funcs code", "e2b-code-interpreter; or use code_provider: local, which runs programs on this machine"),
+    ("--reward_funcs code --code_provider local", "reward code reads the column verification_info, which the train"),
     ("--reward_funcs format format", "reward_funcs: format is the name of several, whose means would be"),
     (
         "--reward_funcs running_sum_format qerl_recipes.tasks.running_sum.running_sum_format",

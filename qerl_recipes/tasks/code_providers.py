@@ -1,0 +1,258 @@
+"""Run the programs of completions against test cases: on this machine, or where Open-R1 runs them.
+
+``judge_of(script)`` returns the judge that ``code_provider`` names: ``judge(program, tests) -> share of passed tests``.
+A judge raises an exception where its provider fails, which says nothing about the program.
+
+* ``local`` runs each test here, in ``sandbox``.
+* ``e2b`` and ``morph`` get one script for a completion, with all its tests. They use their own clients, or Open-R1's
+  routers.
+* ``piston`` gets a request for each test.
+"""
+
+import inspect
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks import sandbox
+
+Judge = Callable[[str, Sequence[Sequence[str]]], float]  # (program, [(input, expected output)]) -> 0 to 1
+SECONDS, TOTAL_SECONDS = 5.0, 30.0  # of a test; of all tests of a completion
+LIFETIME = int(TOTAL_SECONDS + SECONDS) + 5  # seconds, of a sandbox elsewhere
+ENDPOINTS, REQUESTS = "PISTON_ENDPOINTS", "PISTON_MAX_REQUESTS_PER_ENDPOINT"  # environment variables, as in Open-R1
+TRIES, PAUSE = 3, 1.0  # of a request to Piston; seconds between the first two
+PYTHON_OF_PISTON = "python"
+
+
+class ProviderError(RuntimeError):
+    """Report that a provider has not run a program."""
+
+
+def same_output(written: str, expected: str) -> bool:
+    """Return True if two outputs have the same lines, white space around them and around the whole left out."""
+    lines, others = written.strip().split("\n"), expected.strip().split("\n")
+    return [line.strip() for line in lines] == [line.strip() for line in others]
+
+
+def share_of_passed(run, program, tests, seconds, total):  # type: ignore[no-untyped-def]
+    """Return the share of tests that a program passes: it ends with status 0 and writes the expected output.
+
+    It is 0 as soon as the program takes longer than ``seconds`` in a test, or ``total`` in all, as in Open-R1.
+    ``run(program, given, seconds) -> (status, output)``, or None where the time has run out. This function is also sent
+    to other machines, so it must need nothing but the standard library.
+    """
+    passed, end = 0, time.monotonic() + total
+    for given, expected in tests:
+        ended = run(program, given, seconds) if time.monotonic() < end else None
+        if ended is None:
+            return 0.0
+        status, output = ended
+        passed += status == 0 and same_output(output, expected)
+    return passed / len(tests)
+
+
+def run_in_a_process(program, given, seconds):  # type: ignore[no-untyped-def]
+    """Run a program without limits on anything but time, in a sandbox that somebody else has set up."""
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            input=given.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return ended.returncode, ended.stdout.decode(errors="replace")
+
+
+def script_for(program: str, tests: Sequence[Sequence[str]]) -> str:
+    """Return a Python script whose last expression is the share of passed tests."""
+    functions = "\n\n".join(inspect.getsource(each) for each in (same_output, share_of_passed, run_in_a_process))
+    arguments = json.dumps([program, [list(test) for test in tests], SECONDS, TOTAL_SECONDS])
+    return (
+        f"import json, subprocess, sys, time\n\n{functions}\n"
+        f"share_of_passed(run_in_a_process, *json.loads({arguments!r}))\n"
+    )
+
+
+def judge_of(script: ScriptArguments) -> Judge:
+    """Return the judge that ``code_provider`` names.
+
+    Raises ConfigError for an unknown one, and where a package, a key or an address of it is missing.
+    """
+    providers = {"e2b": _e2b, "morph": _morph, "piston": _piston, "local": _local}
+    if script.code_provider not in providers:
+        raise ConfigError(
+            f"code_provider cannot be {script.code_provider!r}; it is one of {', '.join(sorted(providers))}"
+        )
+    if script.parallel_code_exec_per_proc < 1:
+        raise ConfigError(f"parallel_code_exec_per_proc must be at least 1, not {script.parallel_code_exec_per_proc}")
+    return providers[script.code_provider](script)
+
+
+def _local(script: ScriptArguments) -> Judge:
+    try:
+        sandbox.kind()
+    except sandbox.SandboxError as error:
+        raise ConfigError(f"code_provider: {error}") from error
+
+    def run(program: str, given: str, seconds: float) -> tuple[int, str] | None:
+        outcome = sandbox.run(program, given, seconds=seconds, output_bytes=sandbox.DISK)
+        return None if outcome.status is None else (outcome.status, outcome.output)
+
+    return lambda program, tests: share_of_passed(run, program, tests, SECONDS, TOTAL_SECONDS)
+
+
+def _read_share(text: Any) -> float:
+    """Return the share in the last line of what a script gave."""
+    lines = str(text or "").strip().splitlines()
+    if not lines or not re.fullmatch(r"[01](\.\d+)?(e-\d+)?", lines[-1]):
+        raise ProviderError(f"the script gave no share of passed tests but {str(text)[-200:]!r}")
+    return float(lines[-1])
+
+
+def _needed(variable: str, provider: str) -> str:
+    if not (value := os.environ.get(variable, "")):
+        raise ConfigError(f"code_provider: {provider} needs the environment variable {variable}{INSTEAD}")
+    return value
+
+
+INSTEAD = "; or use code_provider: local, which runs programs on this machine"
+
+
+def _e2b(script: ScriptArguments) -> Judge:
+    if script.e2b_router_url is not None:
+
+        def main_result(answer: dict[str, Any]) -> Any:
+            results = (answer["execution"] or {}).get("results", [])
+            return next((result["text"] for result in results if result.get("is_main_result")), None)
+
+        return _routed(script.e2b_router_url, main_result)
+    try:
+        from e2b_code_interpreter import Sandbox
+    except ImportError as error:
+        raise ConfigError(f"code_provider: e2b needs a package: pip install e2b-code-interpreter{INSTEAD}") from error
+    _needed("E2B_API_KEY", "e2b")
+
+    def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
+        with Sandbox.create(timeout=LIFETIME) as machine:
+            execution = machine.run_code(script_for(program, tests), language="python", timeout=LIFETIME)
+        if execution.error is not None:
+            raise ProviderError(f"e2b: {execution.error.name}: {execution.error.value}")
+        return _read_share(execution.text)
+
+    return judge
+
+
+def _morph(script: ScriptArguments) -> Judge:
+    if script.morph_router_url is not None:
+        return _routed(script.morph_router_url, lambda answer: answer.get("text"))
+    try:
+        from morphcloud.api import MorphCloudClient
+        from morphcloud.sandbox import Sandbox
+    except ImportError as error:
+        raise ConfigError(
+            f"code_provider: morph needs a package with morphcloud.sandbox: pip install 'morphcloud<0.1.80'{INSTEAD}"
+        ) from error
+    client = MorphCloudClient(api_key=_needed("MORPH_API_KEY", "morph"))
+
+    def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
+        machine = Sandbox.new(client=client, ttl_seconds=LIFETIME)
+        try:
+            return _read_share(machine.run_code(script_for(program, tests), language="python", timeout=LIFETIME).text)
+        finally:
+            machine.close()
+            machine.shutdown()
+
+    return judge
+
+
+def _routed(address: str, text_of_result: Callable[[dict[str, Any]], Any]) -> Judge:
+    """Return a judge behind one of Open-R1's routers, whose ``address`` is HOST:PORT."""
+    url = f"{address if '://' in address else f'http://{address}'}/execute_batch"
+
+    def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
+        request = {"scripts": [script_for(program, tests)], "languages": ["python"]}
+        (answer,) = post(url, {**request, "timeout": LIFETIME, "request_timeout": LIFETIME - 2}, 4 * LIFETIME)
+        if answer.get("exception_str"):
+            raise ProviderError(f"{address}: {answer['exception_str']}")
+        return _read_share(text_of_result(answer))
+
+    return judge
+
+
+def post(url: str, content: dict[str, Any], seconds: float) -> Any:
+    """Send JSON and return the JSON of the answer; raise ProviderError for any other answer, or for none."""
+    request = urllib.request.Request(url, json.dumps(content).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise ProviderError(f"{url} answered {error.code}: {error.read(300).decode(errors='replace')}") from error
+    except (OSError, ValueError) as error:
+        raise ProviderError(f"{url}: {error}") from error
+
+
+class Piston:
+    """Send programs to the Piston servers of ``PISTON_ENDPOINTS``, the next one to that which is free.
+
+    The addresses are separated by commas and end in /api/v2. Each server has at most
+    ``PISTON_MAX_REQUESTS_PER_ENDPOINT`` requests at a time, by default 1. Raises ConfigError without an address.
+    """
+
+    def __init__(self, who: str) -> None:
+        addresses = [address.strip() for address in os.environ.get(ENDPOINTS, "").split(",") if address.strip()]
+        if not addresses or not all(address.startswith("http") for address in addresses):
+            raise ConfigError(
+                f"{who} needs the environment variable {ENDPOINTS}, the addresses of Piston servers, such as "
+                "http://127.0.0.1:2000/api/v2, separated by commas"
+            )
+        self.places = len(addresses) * int(os.environ.get(REQUESTS, "1"))
+        self._free: queue.Queue[str] = queue.Queue()
+        for place in range(self.places):
+            self._free.put(addresses[place % len(addresses)])
+
+    def execute(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return Piston's answer, which has the key ``run``, and ``compile`` for a language that is compiled.
+
+        ``seconds`` limits each try. Raises ProviderError if the last try fails too.
+        """
+        for attempt in range(TRIES):
+            address = self._free.get()
+            try:
+                answer = post(f"{address.rstrip('/')}/execute", {"version": "*", **request}, seconds)
+            except ProviderError as error:
+                failure = error
+            else:
+                failed = "run" not in answer or "Resource temporarily unavailable" in (answer["run"]["stderr"] or "")
+                if not failed or (answer.get("compile") or {}).get("code"):
+                    return answer
+                failure = ProviderError(f"{address} did not run the program: {json.dumps(answer)[:300]}")
+            finally:
+                self._free.put(address)
+            if attempt + 1 < TRIES:
+                time.sleep(PAUSE * 2**attempt)
+        raise failure
+
+
+def _piston(script: ScriptArguments) -> Judge:
+    piston = Piston("code_provider: piston")
+
+    def run(program: str, given: str, seconds: float) -> tuple[int, str] | None:
+        files = [{"name": "main.py", "content": program}]
+        request = {"language": PYTHON_OF_PISTON, "files": files, "stdin": given, "run_timeout": int(1000 * seconds)}
+        ended = piston.execute(request, seconds + 30)["run"]
+        return None if ended["signal"] == "SIGKILL" else (ended["code"], ended["stdout"])
+
+    return lambda program, tests: share_of_passed(run, program, tests, SECONDS, TOTAL_SECONDS)

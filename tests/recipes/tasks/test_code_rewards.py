@@ -1,0 +1,462 @@
+"""Test the rewards that run programs.
+
+e2b and morph are stand-ins for their clients, the routers and Piston a stand-in server: they run the scripts that they
+get in plain processes. For Open-R1's packages of Piston the server answers what a test has put down.
+"""
+
+import contextlib
+import http.server
+import json
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+
+import pytest
+from datasets import Dataset
+
+from qerl_recipes.recipe.configs import ScriptArguments, parse
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks import code_providers, code_rewards, sandbox
+from qerl_recipes.tasks.rewards import FACTORIES, answer_problems, required_columns, resolve
+
+ADD = "print(sum(map(int, input().split())))"
+TESTS = {"language": "python", "test_cases": [{"input": f"1 {i}", "output": str(1 + i)} for i in range(4)]}
+PROGRAMS = {
+    ADD: 1.0,
+    "print(1)": 0.25,
+    "print(int(input().split()[1]) + 1)": 1.0,
+    f"a = 1\n{ADD.replace('input()', 'input() if a else 0')}\nraise SystemExit(1)": 0.0,
+    "1 +": 0.0,
+}
+
+
+def reward(name, **settings):
+    return resolve(name, ScriptArguments(**settings), FACTORIES)
+
+
+def answer(program, language="python"):
+    return [
+        {"role": "assistant", "content": f"First a try: ```python\nprint()\n```\nso\n```{language}\n{program}\n```"}
+    ]
+
+
+def judged(name="code", programs=tuple(PROGRAMS), info=TESTS, passed=None, **settings):
+    completions = [answer(program) for program in programs]
+    infos = [info] * len(completions)
+    return reward(name, **settings)(completions=completions, prompts=infos, verification_info=infos, **(passed or {}))
+
+
+class Elsewhere(http.server.BaseHTTPRequestHandler):
+    """Run what the rewards send, as Piston and Open-R1's routers do, unless the server has answers or failures."""
+
+    def do_POST(self):
+        self.server.requests.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+        status, content = self.server.reply(*self.server.requests[-1])
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def evaluated(script):
+    """Return what a notebook shows as the result of a script."""
+    lines = script.strip().splitlines()
+    line = [sys.executable, "-c", "\n".join([*lines[:-1], f"print({lines[-1]})"])]
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+
+
+def run_as_piston(path, request):
+    assert path == "/api/v2/execute" and (request["language"], request["version"]) == ("python", "*")
+    line = [sys.executable, "-c", request["files"][0]["content"]]
+    try:
+        ended = subprocess.run(
+            line, input=request["stdin"], capture_output=True, text=True, timeout=request["run_timeout"] / 1000
+        )
+    except subprocess.TimeoutExpired:
+        return 200, {"run": {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}}
+    return 200, {"run": {"stdout": ended.stdout, "stderr": ended.stderr, "code": ended.returncode, "signal": None}}
+
+
+def run_as_e2b_router(path, request):
+    assert path == "/execute_batch" and request["languages"] == ["python"]
+    result = {"text": evaluated(request["scripts"][0]), "is_main_result": True}
+    return 200, [{"execution": {"results": [{"text": "a plot"}, result]}, "exception_str": None}]
+
+
+def run_as_morph_router(path, request):
+    assert path == "/execute_batch" and request["languages"] == ["python"]
+    return 200, [{"text": evaluated(request["scripts"][0]), "exception_str": None}]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        server.requests = []
+        server.address = f"127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("PISTON_ENDPOINTS", f"http://{server.address}/api/v2")
+        monkeypatch.setattr(code_providers, "PAUSE", 0.0)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    """Stand in for the clients of e2b and morph, and return the machines that they have started."""
+    machines = []
+
+    class Machine:
+        def __init__(self, **options):
+            self.options, self.ended = options, False
+            machines.append(self)
+
+        create = new = classmethod(lambda cls, **options: cls(**options))
+
+        def run_code(self, script, language, timeout):
+            assert language == "python" and timeout < 60
+            return types.SimpleNamespace(text=evaluated(script), error=None)
+
+        def close(self):
+            pass
+
+        def shutdown(self):
+            self.ended = True
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.ended = True
+
+    stand_ins = {
+        "e2b_code_interpreter": {"Sandbox": Machine},
+        "morphcloud": {},
+        "morphcloud.api": {"MorphCloudClient": lambda api_key: api_key},
+        "morphcloud.sandbox": {"Sandbox": Machine},
+    }
+    for name, content in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
+    monkeypatch.setenv("E2B_API_KEY", "e2b key")
+    monkeypatch.setenv("MORPH_API_KEY", "morph key")
+    return machines
+
+
+def settings_of(provider, server):
+    """Return the recipe keys of a provider; a router is one whose name ends so."""
+    name, _, router = provider.partition(" ")
+    replies = {"e2b": run_as_e2b_router, "morph": run_as_morph_router, "piston": run_as_piston}
+    server.reply = replies.get(name)
+    return {"code_provider": name, **({f"{name}_router_url": server.address} if router else {})}
+
+
+PROVIDERS = ("local", "e2b", "morph", "piston", "e2b router", "morph router")
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_every_provider_gives_the_share_of_passed_tests(provider, server, clients):
+    assert judged(**settings_of(provider, server)) == list(PROGRAMS.values())
+    assert judged("binary_code", **settings_of(provider, server)) == [float(v == 1) for v in PROGRAMS.values()]
+    if provider in ("e2b", "morph"):
+        assert len(clients) == 2 * len(PROGRAMS) and all(machine.ended for machine in clients)
+        assert provider == "e2b" or clients[0].options["client"] == "morph key"
+    else:
+        assert not clients
+
+
+@pytest.mark.parametrize("provider", ["local", "e2b", "piston"])
+def test_a_test_that_takes_too_long_ends_the_judging_with_0(provider, server, clients, monkeypatch):
+    monkeypatch.setattr(code_providers, "SECONDS", 1.0)
+    program = f"import time\nline = input()\nwhile line == '1 2': pass\n{ADD.replace('input()', 'line')}"
+    begin = time.monotonic()
+    assert judged(programs=[program] * 2, info=json.dumps(TESTS), **settings_of(provider, server)) == [0.0, 0.0]
+    assert time.monotonic() - begin < 20
+    monkeypatch.setattr(code_providers, "TOTAL_SECONDS", 0.0)
+    assert judged(programs=[ADD], **settings_of(provider, server)) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        ("  1 \r\n2", "1\n2  \n", True),
+        ("1", "1\n2", False),  # the first line alone
+        ("1\n2\n3", "1\n2", False),
+        ("", "0", False),
+        ("1 2", "12", False),
+    ],
+)
+def test_outputs_are_compared_line_by_line(written, expected, same):
+    assert code_providers.same_output(written, expected) == same
+
+
+def test_a_completion_without_a_program_gets_0(server):
+    settings = settings_of("piston", server)
+    texts = ["no code", "```cpp\nint main() {}\n```", "```python\nprint(1)", "```python\n```"]
+    assert reward("code", **settings)(completions=texts, verification_info=[TESTS] * 4) == [0.0] * 4
+    assert server.requests == []
+
+
+def fail(path, request):
+    return 500, {"message": "out of order"}
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_provider_that_fails_gives_none_counted_and_said_once(provider, server, clients, monkeypatch):
+    settings = settings_of(provider, server)
+    judge = reward("code", **settings)
+    server.reply = fail
+    monkeypatch.setitem(globals(), "evaluated", lambda script: "Killed")
+    monkeypatch.setattr(sandbox, "_launch", lambda *arguments: (_ for _ in ()).throw(sandbox.SandboxError("no fork")))
+    completions, counted = [answer(ADD), [{"role": "assistant", "content": "none"}]], []
+    given = {"verification_info": [TESTS] * 2, "log_metric": lambda *metric: counted.append(metric)}
+    message = r"reward code: 1 of 2 programs could not be judged and have no reward, the first because of \w+Error: .+"
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert judge(completions=completions, **given) == [None, 0.0]
+        assert judge(completions=completions, **given) == [None, 0.0]
+    assert len([warning for warning in caught if "could not be judged" in str(warning.message)]) == 1
+    assert counted == [("rewards/code/unjudged", 0.5)] * 2
+    assert len(server.requests) == {"piston": 6, "e2b router": 2, "morph router": 2}.get(provider, 0)
+
+
+def test_piston_is_asked_again_when_it_is_overloaded(server):
+    settings, replies = settings_of("piston", server), iter([fail, fail])
+
+    def reply(path, request):
+        return next(replies, run_as_piston)(path, request)
+
+    server.reply = reply
+    assert judged(programs=[ADD], **settings) == [1.0]
+
+
+@pytest.mark.parametrize("provider", ["piston", "local"])
+def test_as_many_programs_run_at_a_time_as_the_key_says(provider, server, monkeypatch):
+    monkeypatch.setenv("PISTON_MAX_REQUESTS_PER_ENDPOINT", "8")
+    settings, waiting = settings_of(provider, server), threading.Barrier(3)
+
+    def meet(*arguments, **options):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            waiting.wait(10)
+        return (200, {"run": {"stdout": "1", "stderr": "", "code": 0, "signal": None}})
+
+    server.reply = meet
+    monkeypatch.setattr(sandbox, "run", lambda *a, **o: meet() and sandbox.Outcome("1", "", 0))
+    info = {"language": "python", "test_cases": [{"input": "", "output": "1"}]}
+    begin = time.monotonic()
+    assert judged(programs=[ADD] * 3, info=info, parallel_code_exec_per_proc=3, **settings) == [1.0] * 3
+    assert time.monotonic() - begin < 9  # all three have met
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        (TESTS, None),
+        (json.dumps(TESTS), None),
+        ({"test_cases": TESTS["test_cases"]}, None),
+        ({"language": "cpp", "test_cases": TESTS["test_cases"]}, "the language is 'cpp', and only python is run"),
+        ({"language": "python", "test_cases": []}, 'there are no tests; write {"language": "python", "test_'),
+        ("not JSON", "Expecting value"),
+        ({"test_cases": [{"input": "1", "output": "2", "type": "function_call"}]}, "only stdin_stdout is run"),
+        ({"test_cases": [{"input": "1", "output": None}]}, "a test must have the texts input and output"),
+    ],
+)
+@pytest.mark.parametrize("name", ["code", "binary_code"])
+def test_data_whose_tests_cannot_be_run_are_refused(name, info, message):
+    rows = Dataset.from_list([{"prompt": "p", "verification_info": info}] * 3)
+    lines = list(answer_problems(name, rows, "training"))
+    assert len(lines) == (message is not None)
+    if message is not None:
+        assert message in lines[0] and "in 3 of the 3 rows of the training data, the first of them row 1" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("code", {}, "code_provider: e2b needs a package: pip install e2b-code-interpreter; or use code_provider: loc"),
+        ("binary_code", {}, "code_provider: e2b needs a package: pip install e2b-code-interpreter"),
+        ("code", {"code_provider": "morph"}, r"pip install 'morphcloud<0\.1\.80'; or use code_provider: local"),
+        ("code", {"code_provider": "piston"}, "code_provider: piston needs the environment variable PISTON_ENDPOINTS"),
+        ("code", {"code_provider": "docker"}, "code_provider cannot be 'docker'; it is one of e2b, local, morph, pis"),
+        ("code", {"parallel_code_exec_per_proc": 0}, "parallel_code_exec_per_proc must be at least 1, not 0"),
+        ("cf_code", {}, "reward cf_code needs the environment variable PISTON_ENDPOINTS"),
+        ("cf_code", {"code_eval_scoring_mode": "all"}, "code_eval_scoring_mode cannot be 'all'; it is one of pass_fai"),
+        ("ioi_code", {}, "reward ioi_code needs the environment variable PISTON_ENDPOINTS"),
+        ("ioi_code", {"ioi_provider": "morph"}, "ioi_provider: morph is not built in; use ioi_provider: piston"),
+    ],
+)
+def test_a_provider_that_is_not_here_is_refused(name, settings, message, monkeypatch):
+    for package in ("e2b_code_interpreter", "morphcloud"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delenv("PISTON_ENDPOINTS", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        reward(name, **settings)
+
+
+def test_a_provider_without_its_key_or_limits_is_refused(clients, monkeypatch):
+    for provider in ("e2b", "morph"):
+        monkeypatch.delenv(f"{provider.upper()}_API_KEY")
+        with pytest.raises(ConfigError, match=f"{provider} needs the environment variable {provider.upper()}_API_KEY"):
+            reward("code", code_provider=provider)
+
+    def kind():
+        raise sandbox.SandboxError("local cannot limit programs here")
+
+    monkeypatch.setattr(sandbox, "kind", kind)
+    with pytest.raises(ConfigError, match="code_provider: local cannot limit programs here"):
+        reward("code", code_provider="local")
+
+
+CODEFORCES = {
+    "id": "1/A",
+    "language": "cpp",
+    "official_tests": [{"input": str(i), "output": str(i)} for i in range(4)],
+    "time_limit": 2.0,
+    "memory_limit": 256.0,
+    "input_mode": "stdio",
+}
+
+
+def scores(name, completions, problem, **settings):
+    columns = {key: [value] * len(completions) for key, value in problem.items()}
+    return reward(name, **settings)(completions=completions, prompts=completions, **columns)
+
+
+def graded(passes, compiles=True):
+    """Return a reply that grades a test by its input, as Open-R1's packages for Codeforces do."""
+
+    def reply(path, request):
+        files = {file["name"]: file["content"] for file in request["files"]}
+        passed = str(int(passes(files["input.txt"])))
+        run = {"stdout": f"{passed}\n", "stderr": "", "code": 0, "signal": None}
+        return 200, {"compile": {"code": 0 if compiles else 1}, "run": run}
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "values", "asked"),
+    [
+        ("weighted_sum", 1, [1.1, 0.1 * 0.75], 8),
+        ("partial", -1, [1.0, 0.75], 8),
+        ("pass_fail", 1, [1.0, 0.0], 6),  # the second test fails, and no other is run
+        ("pass_fail", 3, [1.0, 0.0], 7),
+    ],
+)
+def test_codeforces_problems_are_scored_as_in_open_r1(mode, size, values, asked, server, recwarn):
+    program = "int main() {}"
+    settings = {"code_eval_scoring_mode": mode, "code_eval_test_batch_size": size}
+    given = []
+    for passes in (lambda number: True, lambda number: number != "1"):
+        server.reply = graded(passes)
+        given += scores("cf_code", [answer(program, "cpp")], CODEFORCES, **settings)
+    assert given == pytest.approx(values) and len(server.requests) == asked
+    request = server.requests[0][1]
+    files = {file["name"]: file["content"] for file in request["files"]}
+    assert request["language"] == "c++17" and request["run_timeout"] == 12000
+    assert files["main.cpp"].strip() == program and "checker.py" not in files
+    assert files["grader_config"] == "TIME_LIMIT=2.0\nMEMORY_LIMIT=256.0\nINPUT_MODE=stdio"
+    assert any("cf_code runs the official tests alone" in str(warning.message) for warning in recwarn)
+
+
+def test_codeforces_tests_generated_by_open_r1_are_run_too(server, tmp_path, monkeypatch):
+    rows = [{"problem_id": name, "input": "9", "output": "9"} for name in ("1/A", "1/A", "1/B")]
+    Dataset.from_list(rows).to_parquet(tmp_path / "test_cases_0001.parquet")
+    monkeypatch.setenv("CF_TESTS_FOLDER", str(tmp_path))
+    server.reply = graded(lambda number: number == "9")
+    problem = {**CODEFORCES, "language": "python", "generated_checker": "print(1)"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scores("cf_code", [answer("pass")], problem, code_eval_scoring_mode="partial") == [2 / 6]
+    assert server.requests[0][1]["language"] == "cf_python3"
+    assert {"name": "checker.py", "content": "print(1)"} in server.requests[0][1]["files"]
+
+
+@pytest.mark.filterwarnings("ignore:reward cf_code")
+def test_codeforces_programs_that_never_run_have_scores_of_their_own(server):
+    server.reply = graded(lambda number: True, compiles=False)
+    assert scores("cf_code", ["none", answer("x", "cpp")], CODEFORCES) == [-1.0, -0.1]
+    assert scores("cf_code", [answer("x", "cpp")], {**CODEFORCES, "official_tests": None}) == [None]
+    assert scores("cf_code", [answer("x", "cpp")], {**CODEFORCES, "language": "rust"}) == [None]
+    server.reply = fail
+    assert scores("cf_code", [answer("x", "cpp")], CODEFORCES) == [None]
+
+
+IOI = {
+    "id": "sum",
+    "year": 2024,
+    "test_names": ["a", "b", "c"],
+    "test_cases": [["1", "1"], ["2", "2"], ["3", None]],
+    "time_limit": 1.0,
+    "memory_limit": 256,
+    "score_precision": 2,
+    "grader_files": [["sum.h", "int sum();"], ["empty", ""]],
+}
+
+
+def ioi(**scores_of):
+    """Return a reply with the score of each test, by its input; a mapping is the whole of ``run``."""
+
+    def reply(path, request):
+        given = next(file["content"] for file in request["files"] if file["name"] == "input.txt")
+        score = scores_of[f"of_{given}"]
+        run = {"stdout": score, "stderr": "", "code": 0, "signal": None} if isinstance(score, str) else score
+        return 200, {"compile": {"code": 0}, "run": run}
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "size", "value", "asked"),
+    [
+        ("1", "0.456", 1, 0.46, 3),
+        ("0", "1", 1, 0.0, 1),
+        ("0", "1", 2, 0.0, 2),
+        ("0", "1", -1, 0.0, 3),
+        ({"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}, "1", 1, 0.0, 1),
+        ({"stdout": "1", "stderr": "MemoryError", "code": 1, "signal": None}, "1", 1, 0.0, 1),
+        ({"stdout": "", "stderr": "a bug", "code": 3, "signal": None}, "1", 1, None, 1),  # of the grader
+    ],
+)
+@pytest.mark.filterwarnings("ignore:reward ioi_code")
+def test_ioi_subtasks_score_their_worst_test(first, second, size, value, asked, server):
+    server.reply = ioi(of_1=first, of_2=second, of_3="1")
+    completions = [answer("int sum() { return 1; }", "cpp")]
+    assert scores("ioi_code", completions, IOI, code_eval_test_batch_size=size) == [value]
+    assert len(server.requests) == asked
+    request = server.requests[0][1]
+    files = {file["name"]: file["content"] for file in request["files"]}
+    lines = ["#include <bits/stdc++.h>", '#include "sum.h"', "using namespace std;", "int sum() { return 1; }"]
+    assert files["graders/sum.cpp"].splitlines() == lines and files["sum.h"] == "int sum();" and "empty" not in files
+    assert (request["language"], request["run_timeout"], request["run_memory_limit"]) == ("cms_ioi", 4000, 256)
+
+
+def test_ioi_tests_come_from_their_own_data_set_else(server, monkeypatch):
+    rows = [{"problem_id": "sum", "test_name": n, "test_input": n, "test_output": n} for n in "abc"]
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *name, **options: asked.append((name, options)) or rows)
+    code_rewards._ioi_tests.cache_clear()
+    server.reply = ioi(of_a="1", of_b="0.5", of_c="1")
+    problem = {name: value for name, value in IOI.items() if name != "test_cases"}
+    assert scores("ioi_code", ["no program", answer("x", "cpp"), answer("x", "cpp")], problem) == [0.0, 0.5, 0.5]
+    assert asked[0] == (("open-r1/ioi-test-cases",), {"name": "2024", "split": "train"})
+    code_rewards._ioi_tests.cache_clear()
+
+
+def test_rewards_that_run_programs_name_the_columns_that_they_read(server, recwarn):
+    assert required_columns(reward("code", code_provider="local")) == {"verification_info"}
+    assert required_columns(reward("cf_code")) == set(CODEFORCES)
+    assert required_columns(reward("ioi_code")) == set(IOI) - {"test_cases"}
+
+
+def test_keys_of_code_reach_the_rewards():
+    flags = "--code_provider piston --parallel_code_exec_per_proc 3 --e2b_router_url a:1 --morph_router_url b:2"
+    flags += " --code_eval_scoring_mode partial --code_eval_test_batch_size -1 --ioi_provider piston"
+    script, *_ = parse(["--use_cpu", "true", *flags.split()])
+    words = flags.replace("--", "").split()
+    assert {key: str(getattr(script, key)) for key in words[::2]} == dict(zip(words[::2], words[1::2], strict=True))
+    with pytest.raises(ConfigError, match="code_provider"):
+        parse(["--use_cpu", "true", "--code_provider", "docker"])
