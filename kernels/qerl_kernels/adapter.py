@@ -80,8 +80,8 @@ class Shrink(NamedTuple):
     @classmethod
     def read(cls, listed: list) -> "Shrink":
         """Return the launch that ``linear_tiles.json`` and the bench files write as a list."""
-        variant, *rest = listed
-        return cls(Variant(*variant), *rest)
+        variant, *division = listed
+        return cls(Variant(*variant), *division)
 
     def grid(self, M: int, R: int) -> tuple[int, int, int]:
         """Return the grid of thread blocks for M tokens and R rows of A."""

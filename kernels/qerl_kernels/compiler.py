@@ -31,11 +31,11 @@ MOST_PROCESSES = 16  # processes that compile at one time
 
 def cache_folder() -> Path:
     """Return the folder that machine code is kept in; an empty variable counts as unset."""
-    if own := os.environ.get("QERL_CACHE"):
-        return Path(own)
-    found = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qerl"
-    if found.parts[0] != "~":
-        return found
+    if configured := os.environ.get("QERL_CACHE"):
+        return Path(configured)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qerl"
+    if folder.parts[0] != "~":
+        return folder
     # The user has no home, as in a container under an arbitrary user id: do not create a folder named ~ here.
     return Path(tempfile.gettempdir()) / f"qerl-{os.geteuid()}"
 
@@ -130,22 +130,22 @@ def untrusted(folder: Path) -> str | None:
     Returns None if only this user may write there, or the folder does not exist yet.
     """
     try:
-        found = folder.stat()
+        status = folder.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
         return str(error)
-    if found.st_uid != os.geteuid():
-        return f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
-    if found.st_mode & 0o022:
-        return f"others may write to it (mode {found.st_mode & 0o777:o}; chmod go-w ends that)"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if status.st_mode & 0o022:
+        return f"others may write to it (mode {status.st_mode & 0o777:o}; chmod go-w ends that)"
     return None
 
 
 @functools.cache
-def _warn_once(what: str) -> None:
+def _warn_once(problem: str) -> None:
     warnings.warn(
-        f"{what}: kernels are compiled again in each process; set QERL_CACHE to a folder of your own", stacklevel=3
+        f"{problem}: kernels are compiled again in each process; set QERL_CACHE to a folder of your own", stacklevel=3
     )
 
 

@@ -83,12 +83,12 @@ class Kernel:
         module, self.function, self.context = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         device, self.device = ctypes.c_int(), torch.cuda.current_device()
         _check(driver.cuDeviceGet(ctypes.byref(device), self.device), f"finding GPU {self.device}")
-        retained = driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device)
-        _check(retained, f"the context of GPU {self.device}")
+        code = driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device)
+        _check(code, f"the context of GPU {self.device}")
         with _Within(self.context):
             _check(driver.cuModuleLoadData(ctypes.byref(module), machine_code), f"loading {name}", CompileError)
-            found = driver.cuModuleGetFunction(ctypes.byref(self.function), module, name.encode())
-            _check(found, f"finding {name}", CompileError)
+            code = driver.cuModuleGetFunction(ctypes.byref(self.function), module, name.encode())
+            _check(code, f"finding {name}", CompileError)
             if shared_memory > 48 * 1024:
                 code = driver.cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory)
                 _check(code, f"{name} with {shared_memory} bytes of shared memory", CompileError)
@@ -97,9 +97,11 @@ class Kernel:
     def clusters_at_once(self) -> int:
         """Return how many clusters the whole GPU holds at one time; raises RuntimeError if the driver cannot tell."""
         clusters = ctypes.c_int()
-        one = _Launch.of(self, (self.cluster, 1, 1), overlap=False, clustered=True)
+        one_cluster = _Launch.of(self, (self.cluster, 1, 1), overlap=False, clustered=True)
         with _Within(self.context):
-            code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self.function, ctypes.byref(one))
+            code = _driver().cuOccupancyMaxActiveClusters(
+                ctypes.byref(clusters), self.function, ctypes.byref(one_cluster)
+            )
         _check(code, f"the occupancy of {self.name}")
         return clusters.value
 
@@ -150,7 +152,7 @@ class Call:
         """Take the address of each argument; the caller keeps the arguments alive and writes what changes."""
         self.kernel, self.launch = kernel, _Launch.of(kernel, grid, overlap, kernel.cluster > 1)
         self.arguments = (ctypes.c_void_p * len(arguments))(*arguments)
-        self.given = (ctypes.byref(self.launch), kernel.function, self.arguments, None)
+        self.launch_arguments = (ctypes.byref(self.launch), kernel.function, self.arguments, None)
 
 
 def launch(stream: int, *calls: Call) -> None:
@@ -162,7 +164,7 @@ def launch(stream: int, *calls: Call) -> None:
     with _Within(calls[0].kernel.context):
         for call in calls:
             call.launch.stream = stream
-            if code := run(*call.given):
+            if code := run(*call.launch_arguments):
                 _check(code, f"launching {call.kernel.name}")
 
 
@@ -179,10 +181,10 @@ class TensorMap:
     """
 
     def __init__(self, dtype: torch.dtype, rows: int, columns: int, box_rows: int, box_columns: int):
-        self._room = (ctypes.c_uint8 * (128 + 64))()
-        self.address = -(-ctypes.addressof(self._room) // 64) * 64
+        self._memory = (ctypes.c_uint8 * (128 + 64))()
+        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
         self._data, self._strides, self._shape = ctypes.c_void_p(), (ctypes.c_uint64 * 1)(), (rows, columns)
-        self._given = (
+        self._encode_arguments = (
             ctypes.c_void_p(self.address),
             TYPES[dtype],
             2,
@@ -203,5 +205,5 @@ class TensorMap:
         Raises RuntimeError where the driver refuses them.
         """
         self._data.value, self._strides[0] = data, 2 * row_stride
-        if code := _quick().cuTensorMapEncodeTiled(*self._given):
+        if code := _quick().cuTensorMapEncodeTiled(*self._encode_arguments):
             _check(code, f"a tensor map of {self._shape} with rows {row_stride} apart")

@@ -51,8 +51,8 @@ def _grouped_linear(
     if _has_grouped_mm(x.device, x.dtype):
         return torch.nn.functional.grouped_mm(x.contiguous(), _expand(codes, block_scales).transpose(1, 2), offs=ends)
     y = x.new_empty(len(x), codes.shape[1])
-    for expert, first, last in _used(ends):
-        torch.mm(x[first:last], _one(codes, block_scales, expert, x.dtype).t(), out=y[first:last])
+    for expert, first, last in _experts_with_rows(ends):
+        torch.mm(x[first:last], _expand_one(codes, block_scales, expert, x.dtype).t(), out=y[first:last])
     return y
 
 
@@ -69,8 +69,8 @@ def _grouped_linear_backward(
     if _has_grouped_mm(dy.device, dy.dtype):
         return torch.nn.functional.grouped_mm(dy.contiguous(), _expand(codes, block_scales), offs=ends)
     dx = dy.new_empty(len(dy), 2 * codes.shape[2])
-    for expert, first, last in _used(ends):
-        torch.mm(dy[first:last], _one(codes, block_scales, expert, dy.dtype), out=dx[first:last])
+    for expert, first, last in _experts_with_rows(ends):
+        torch.mm(dy[first:last], _expand_one(codes, block_scales, expert, dy.dtype), out=dx[first:last])
     return dx
 
 
@@ -93,8 +93,8 @@ def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if one product can multiply all experts; warn once on a GPU where it cannot."""
     if device.type != "cuda":
         return False
-    is_there = hasattr(torch.nn.functional, "grouped_mm") and torch.cuda.get_device_capability(device) >= (8, 0)
-    if not (is_there and dtype == torch.bfloat16):
+    available = hasattr(torch.nn.functional, "grouped_mm") and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not (available and dtype == torch.bfloat16):
         warnings.warn(
             f"no grouped product of {dtype} on this GPU with torch {torch.__version__}: the experts are multiplied one "
             "after the other, which is slow; use bfloat16, torch 2.10 or later, and a GPU of Ampere or later",
@@ -112,12 +112,16 @@ def _expand(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
     return on_gpu(codes.reshape(-1, half), block_scales.reshape(experts * N, -1)).view(experts, N, 2 * half)
 
 
-def _one(codes: torch.Tensor, block_scales: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
+def _expand_one(codes: torch.Tensor, block_scales: torch.Tensor, expert: int, dtype: torch.dtype) -> torch.Tensor:
     """Expand W0 of one expert to (N, K) in ``dtype``."""
     return dequantize(codes[expert], block_scales[expert]).to(dtype)
 
 
-def _used(ends: torch.Tensor) -> list[tuple[int, int, int]]:
+def _experts_with_rows(ends: torch.Tensor) -> list[tuple[int, int, int]]:
     """List the experts that have rows as (expert, first row, end row)."""
-    places = ends.tolist()
-    return [(e, first, last) for e, (first, last) in enumerate(zip([0, *places], places, strict=False)) if first < last]
+    boundaries = ends.tolist()
+    return [
+        (e, first, last)
+        for e, (first, last) in enumerate(zip([0, *boundaries], boundaries, strict=False))
+        if first < last
+    ]

@@ -62,9 +62,9 @@ class Configuration:
         share = 8 * -(-self.tokens // (8 * shares))  # tokens whose sums each part of the cluster adds up at the end
         slice_ = next((width for width in (64, 48) if share % width == 0), share)
         stage = self.depth * (self.tokens * 128 + self.tile_blocks() * TILE_BYTES)
-        turn = (self.warpgroups if self.cluster > 1 else self.warpgroups // self.kgroups) * slice_ * TURN_ROW
+        transpose = (self.warpgroups if self.cluster > 1 else self.warpgroups // self.kgroups) * slice_ * TURN_ROW
         reduce = 4 * 64 * self.tile_blocks() * self.tokens if self.kgroups > 1 and self.cluster == 1 else 0
-        return self.stages * stage + turn + reduce + 16 * self.stages
+        return self.stages * stage + transpose + reduce + 16 * self.stages
 
 
 def deepest(
@@ -301,9 +301,9 @@ class Plan:
 
         Raises ValueError where ``depth`` does not divide the tiles of K, CompileError where the kernel does not load.
         """
-        kernel, most = _kernel(replace(configuration, splits=0), device, operand)
-        free = how.left_free(M, columns, most) if columns and how is not None else 0
-        d = divide(configuration, N, K, M, most - free)
+        kernel, at_once = _kernel(replace(configuration, splits=0), device, operand)
+        free = how.left_free(M, columns, at_once) if columns and how is not None else 0
+        d = divide(configuration, N, K, M, at_once - free)
         self.small = None
         if columns and is_small(M, how):  # after cuBLAS the product cannot start early
             self.small = Small(how or quickest(M), M, K, columns, device, operand)
@@ -333,31 +333,32 @@ class Plan:
         spans: torch.Tensor | None,
     ) -> torch.Tensor:
         """Multiply ``x: (M, K)``, which ``check`` has passed, by the parts of a weight and an adapter -> ``(M, N)``."""
-        apart, step = x.stride()
-        at = x.data_ptr()
-        if step != 1 or apart % 8 or at % 16:  # the copy engine needs rows that start at multiples of 16 bytes
+        row_stride, column_stride = x.stride()
+        x_at = x.data_ptr()
+        # The copy engine needs rows that start at multiples of 16 bytes.
+        if column_stride != 1 or row_stride % 8 or x_at % 16:
             x = x.clone(memory_format=torch.contiguous_format)
-            apart, at = x.shape[1], x.data_ptr()
+            row_stride, x_at = x.shape[1], x.data_ptr()
         y = x.new_empty((x.shape[0], self.N))
         # The kernel does not read this address where no block leaves sums for another.
-        room = x.new_empty((self.room,), dtype=torch.uint8) if self.room else y
-        partials = room.data_ptr()
+        scratch = x.new_empty((self.room,), dtype=torch.uint8) if self.room else y
+        partials = scratch.data_ptr()
         stream = current_stream(self.device)
-        of_stream = counters_for(counters, stream)
+        stream_counters = counters_for(counters, stream)
         s = b_at = spans_at = None
         if a is not None and b is not None and spans is not None:
             b_at, spans_at = b.data_ptr(), spans.data_ptr()
             if self.small is None:
-                by_cublas = torch.nn.functional.linear(x, a)
-                s = by_cublas.data_ptr()
+                s_of_cublas = torch.nn.functional.linear(x, a)
+                s = s_of_cublas.data_ptr()
             else:
                 s = partials + self.partials
-                self.small.write(at, apart, a.data_ptr(), s)
+                self.small.write(x_at, row_stride, a.data_ptr(), s)
         bias_at = None if bias is None else bias.data_ptr()
         scale_at, y_at = row_scale.data_ptr(), y.data_ptr()
-        weight_at, counters_at = tiles.data_ptr(), of_stream.data_ptr()
+        weight_at, counters_at = tiles.data_ptr(), stream_counters.data_ptr()
         self._pointers[:] = [weight_at, scale_at, bias_at, y_at, partials, counters_at, s, b_at, spans_at]
-        self._map.describe(at, apart)
+        self._map.describe(x_at, row_stride)
         # Nothing may be launched between the two: with tokens_ready the product reads x as soon as the small kernel has
         # seen that x is complete.
         launch(stream, *self._calls)
@@ -365,12 +366,12 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=PLANS)
-def plan(thread: int, *given: Any) -> Plan:
+def plan(thread: int, *arguments: Any) -> Plan:
     """Return the plan of a ``thread`` (``threading.get_ident()``), which alone may use it.
 
     ``given`` are the arguments of Plan. A thread that ends leaves its plans to the next one of the same number.
     """
-    return Plan(*given)
+    return Plan(*arguments)
 
 
 def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None, room: int = 0) -> torch.Tensor:

@@ -161,8 +161,8 @@ def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _scaled_matmul(a: torch.Tensor, b: torch.Tensor, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute ``scale * (a @ b) + bias`` in the dtype of ``a``, rounded once: (M, K), (K, N), (N,) -> (M, N)."""
     y = a.new_empty(a.shape[0], b.shape[1])
-    added = y if bias is None else bias.to(a.dtype)
-    return torch.addmm(added, a, b, beta=0 if bias is None else 1, alpha=scale, out=y)
+    addend = y if bias is None else bias.to(a.dtype)
+    return torch.addmm(addend, a, b, beta=0 if bias is None else 1, alpha=scale, out=y)
 
 
 def _save_weight(ctx, inputs, output):

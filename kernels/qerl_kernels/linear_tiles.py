@@ -152,8 +152,8 @@ def _launch(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, oper
             y.addmm_(shrink(rows, a), b.t())
     else:
         gemm.check(rows, K, operand)
-        added = None if bias is None else bias.float()
-        y = run(rows, tiles_, row_scale, counters, added, a, b, spans) if M else rows.new_empty((0, N))
+        bias32 = None if bias is None else bias.float()
+        y = run(rows, tiles_, row_scale, counters, bias32, a, b, spans) if M else rows.new_empty((0, N))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], N)
 
 
@@ -176,11 +176,11 @@ def _planned(
     if not supported(device):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
-    here = machine(device.index, operand)
+    gpu = machine(device.index, operand)
     if fixed_order:
-        chosen = rule.choose_fixed(N, K, rule.rounded(M), columns, here)
+        chosen = rule.choose_fixed(N, K, rule.rounded(M), columns, gpu)
     else:
-        chosen = rule.choose(N, K, M, columns, may_expand, here)
+        chosen = rule.choose(N, K, M, columns, may_expand, gpu)
     if chosen.configuration is None:
         return None
     shape = N, K, M, columns, device.index, operand
@@ -204,8 +204,8 @@ def expand_and_multiply(
     for first in range(0, weight.N, slab):
         rows = min(slab, weight.N - first)
         w, part = gemm.dequantize(weight, first, rows), y[:, first : first + rows]
-        added = part if bias is None else bias[first : first + rows].to(x.dtype)
-        torch.addmm(added, x, w.t(), beta=0 if bias is None else 1, alpha=scale, out=part)
+        addend = part if bias is None else bias[first : first + rows].to(x.dtype)
+        torch.addmm(addend, x, w.t(), beta=0 if bias is None else 1, alpha=scale, out=part)
     return y
 
 

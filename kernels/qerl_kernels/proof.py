@@ -48,20 +48,20 @@ def usable(
     Warns once, with the first reason, where some fail; the caller reports where all do.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    found, failed = [], []
+    proven, failed = [], []
     for configuration in configurations:
-        said = verdict(configuration, index, operand)
-        if said is None:
-            found.append(configuration)
+        reason = verdict(configuration, index, operand)
+        if reason is None:
+            proven.append(configuration)
         else:
-            failed.append(f"{configuration}: {said}")
-    if found and failed:  # where all fail the caller raises
+            failed.append(f"{configuration}: {reason}")
+    if proven and failed:  # where all fail the caller raises
         warnings.warn(
-            f"{len(failed)} of {len(found) + len(failed)} kernels do not load or compute wrong numbers on this machine "
-            f"and are not used: {failed[0]}",
+            f"{len(failed)} of {len(proven) + len(failed)} kernels do not load or compute wrong numbers on this "
+            f"machine and are not used: {failed[0]}",
             stacklevel=2,
         )
-    return found
+    return proven
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def verdict(configuration: gemm.Configuration, device: int, operand: torch.dtype
         code = gemm.machine_code(configuration, operand)
     except compiler.CompileError as error:
         return f"does not load: {error}"
-    return _kept_or_found([code], device, lambda: examine(configuration, problem(device, operand)))
+    return _read_or_examine([code], device, lambda: examine(configuration, problem(device, operand)))
 
 
 @functools.cache
@@ -89,20 +89,20 @@ def verdict_beside(device: int, operand: torch.dtype) -> str | None:
         codes = [*(shrink_code(variant, operand) for variant in VARIANTS), gemm.dequantize_code(operand)]
     except compiler.CompileError as error:
         return f"does not load: {error}"
-    return _kept_or_found(codes, device, lambda: examine_beside(problem(device, operand)))
+    return _read_or_examine(codes, device, lambda: examine_beside(problem(device, operand)))
 
 
-def _kept_or_found(codes: list[bytes], device: int, find: Callable[[], str | None]) -> str | None:
-    asked = Path(__file__).read_bytes()
-    key = hashlib.sha256(b"\0".join([*codes, torch.cuda.get_device_name(device).encode(), asked])).hexdigest()
-    known = compiler.kept(f"{key}.verdict")
-    if known is None:
-        said = find()
-        known = PASSED if said is None else FAILED + said.encode()
-        compiler.keep(f"{key}.verdict", known)
-    if known == PASSED:
+def _read_or_examine(codes: list[bytes], device: int, examine_now: Callable[[], str | None]) -> str | None:
+    this_file = Path(__file__).read_bytes()
+    key = hashlib.sha256(b"\0".join([*codes, torch.cuda.get_device_name(device).encode(), this_file])).hexdigest()
+    content = compiler.kept(f"{key}.verdict")
+    if content is None:
+        reason = examine_now()
+        content = PASSED if reason is None else FAILED + reason.encode()
+        compiler.keep(f"{key}.verdict", content)
+    if content == PASSED:
         return None
-    return f"{known.removeprefix(FAILED).decode()} (to ask again: delete {key}.verdict in {compiler.cache_folder()})"
+    return f"{content.removeprefix(FAILED).decode()} (to ask again: delete {key}.verdict in {compiler.cache_folder()})"
 
 
 def forget() -> None:
@@ -115,31 +115,31 @@ def forget() -> None:
     forget_counters()
 
 
-def examine(configuration: gemm.Configuration, given: Problem) -> str | None:
+def examine(configuration: gemm.Configuration, example: Problem) -> str | None:
     """Return what one variant computes wrongly, or None if nothing."""
-    how = Shrink(Variant(8, 1, 16), 8)
+    launch = Shrink(Variant(8, 1, 16), 8)
     for tokens in (COLUMNS, 1):
-        x = given.x[:tokens]
-        for what, expected, adapter in (("weight", given.alone, None), ("adapter", given.adapted, given.adapter)):
-            y = gemm.product(x, given.weight, configuration, None, adapter, None if adapter is None else how)
+        x = example.x[:tokens]
+        for name, expected, adapter in (("weight", example.alone, None), ("adapter", example.adapted, example.adapter)):
+            y = gemm.product(x, example.weight, configuration, None, adapter, None if adapter is None else launch)
             if wrong := int((y != expected[:tokens]).sum()):
-                return f"{what}: {wrong} of {y.numel()} outputs of {tokens} tokens differ"
+                return f"{name}: {wrong} of {y.numel()} outputs of {tokens} tokens differ"
     return None
 
 
-def examine_beside(given: Problem) -> str | None:
+def examine_beside(example: Problem) -> str | None:
     """Return what is wrong in the expanded weight or in any launch of the adapter's small kernel.
 
     Returns None if nothing is.
     """
-    operand = given.weight.operand
-    w = given.alone.roll(-3, 0).t() * nvfp4.expanded_factor(operand)  # the factor is exact
-    if wrong := int((gemm.dequantize(given.weight) != w).sum()):
+    operand = example.weight.operand
+    w = example.alone.roll(-3, 0).t() * nvfp4.expanded_factor(operand)  # the factor is exact
+    if wrong := int((gemm.dequantize(example.weight) != w).sum()):
         return f"expanded weight: {wrong} of {w.numel()} numbers differ"
-    a = given.adapter.a
+    a = example.adapter.a
     for variant in VARIANTS:
         for tokens in (COLUMNS, 1):
-            s = shrink(given.x[:tokens], a, Shrink(variant, 7))
+            s = shrink(example.x[:tokens], a, Shrink(variant, 7))
             if wrong := int((s != a.roll(3, 1).t()[:tokens]).sum()):
                 return f"adapter's first product, {variant}: {wrong} of {s.numel()} numbers of {tokens} tokens differ"
     return None

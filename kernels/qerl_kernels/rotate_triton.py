@@ -13,13 +13,13 @@ def _kernel(
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
     inside = (head < heads) & (column < HALF)
     at = token * heads * 2 * HALF + head * 2 * HALF + column
-    angle, known = token * 2 * HALF + tl.arange(0, WIDTH), tl.arange(0, WIDTH) < HALF
+    angle, inside_angles = token * 2 * HALF + tl.arange(0, WIDTH), tl.arange(0, WIDTH) < HALF
     x1 = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     x2 = tl.load(x + at + HALF, mask=inside, other=0).to(tl.float32)
-    c1 = tl.load(cosine + angle, mask=known, other=0)[None, :]
-    c2 = tl.load(cosine + angle + HALF, mask=known, other=0)[None, :]
-    s1 = tl.load(sine + angle, mask=known, other=0)[None, :]
-    s2 = tl.load(sine + angle + HALF, mask=known, other=0)[None, :]
+    c1 = tl.load(cosine + angle, mask=inside_angles, other=0)[None, :]
+    c2 = tl.load(cosine + angle + HALF, mask=inside_angles, other=0)[None, :]
+    s1 = tl.load(sine + angle, mask=inside_angles, other=0)[None, :]
+    s2 = tl.load(sine + angle + HALF, mask=inside_angles, other=0)[None, :]
     if BACK:
         y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:

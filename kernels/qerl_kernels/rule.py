@@ -80,31 +80,31 @@ def machine_of(device: int) -> Machine:
 
     Clusters scale with the multiprocessors, and the rate of weights with the memory's rate, up to the rule's.
     """
-    known, there = rule().machine, torch.cuda.get_device_properties(device)
-    share = there.multi_processor_count / known.multiprocessors
-    clusters = tuple(max(int(count * share), 1) if count else 0 for count in known.clusters)
-    rate = known.rate * min(memory_rate(there) / H200_MEMORY, 1.0) if memory_rate(there) else known.rate
-    if there.name == known.gpu and there.multi_processor_count == known.multiprocessors:
-        return known
-    return Machine(there.name, there.multi_processor_count, clusters, rate)
+    fitted, properties = rule().machine, torch.cuda.get_device_properties(device)
+    share = properties.multi_processor_count / fitted.multiprocessors
+    clusters = tuple(max(int(count * share), 1) if count else 0 for count in fitted.clusters)
+    rate = fitted.rate * min(memory_rate(properties) / H200_MEMORY, 1.0) if memory_rate(properties) else fitted.rate
+    if properties.name == fitted.gpu and properties.multi_processor_count == fitted.multiprocessors:
+        return fitted
+    return Machine(properties.name, properties.multi_processor_count, clusters, rate)
 
 
 H200_MEMORY = 4.9  # TB/s by clock and width, on the GPU that the rule was fitted on
 
 
-def memory_rate(there: object) -> float:
+def memory_rate(properties: object) -> float:
     """Return the TB/s of a GPU's memory by its clock and width, or 0 where torch does not report them."""
-    clock, width = getattr(there, "memory_clock_rate", 0), getattr(there, "memory_bus_width", 0)
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     return 2 * clock * 1e3 * width / 8 / 1e12
 
 
 def untuned(device: int = 0) -> str | None:
     """Return what to tell a user whose GPU is not the one that the rule was fitted on, or None where it is."""
-    known, here = rule().machine, machine_of(device)
-    if here == known:
+    fitted, here = rule().machine, machine_of(device)
+    if here == fitted:
         return None
     return (
-        f"the choice of kernels was fitted on {known.gpu} with {known.multiprocessors} multiprocessors; "
+        f"the choice of kernels was fitted on {fitted.gpu} with {fitted.multiprocessors} multiprocessors; "
         f"on {here.gpu} with {here.multiprocessors} it is carried over by multiprocessors and memory rate and was "
         "not measured. "
         "qerl bench kernels --tune fits it anew"
@@ -130,18 +130,18 @@ def choose_fixed(N: int, K: int, M: int, columns: int, machine: Machine) -> Choi
     small kernel computes s with 16 warps, which divide the columns in the same way for every M. Raises CompileError
     where no such variant is left.
     """
-    found = []
+    candidates = []
     for c, by in rule().variants.items():
         if c not in machine.refused and has_fixed_order(c) and fits(c, K, M):
-            whole = replace(c, splits=WHOLE)
-            w = cost.work(whole, N, K, M, machine.clusters[0])
-            found.append((cost.product(whole, by, w, M, machine.rate), whole))
-    if not found:
+            uncut = replace(c, splits=WHOLE)
+            w = cost.work(uncut, N, K, M, machine.clusters[0])
+            candidates.append((cost.product(uncut, by, w, M, machine.rate), uncut))
+    if not candidates:
         raise CompileError(
             f"no variant that is proven on {machine.gpu} has one order of sums for ({N}, {K}), {M} tokens"
         )
-    took, configuration = min(found, key=lambda one: one[0])
-    return Choice(configuration, quickest(M) if columns else None, took)
+    microseconds, configuration = min(candidates, key=lambda candidate: candidate[0])
+    return Choice(configuration, quickest(M) if columns else None, microseconds)
 
 
 def has_fixed_order(c: Configuration) -> bool:
@@ -151,10 +151,10 @@ def has_fixed_order(c: Configuration) -> bool:
 
 @functools.lru_cache(maxsize=2**14)
 def _choose(N: int, K: int, M: int, columns: int, may_expand: bool, machine: Machine) -> Choice:
-    found = _by_kernel(N, K, M, columns, machine)
+    choice = _by_kernel(N, K, M, columns, machine)
     if may_expand and M >= EXPAND_FROM:
-        found = min(found, _expanded(N, K, M, columns, machine), key=_cost)
-    return found
+        choice = min(choice, _expanded(N, K, M, columns, machine), key=_cost)
+    return choice
 
 
 def _cost(choice: Choice) -> float:
@@ -162,23 +162,24 @@ def _cost(choice: Choice) -> float:
 
 
 def _expanded(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
-    took = rule().expand.whole(N, K, M, machine.multiprocessors)
+    microseconds = rule().expand.whole(N, K, M, machine.multiprocessors)
     if columns:
-        took += CUBLAS_SHRINK + (4 * M * N + 2 * M * K) / TB / 1e6
-    return Choice(None, None, took)
+        microseconds += CUBLAS_SHRINK + (4 * M * N + 2 * M * K) / TB / 1e6
+    return Choice(None, None, microseconds)
 
 
 def _by_kernel(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
     """Choose one variant that computes all tokens from the tiles."""
-    alone = sorted(ranked(N, K, M, machine), key=lambda one: one[0])
+    alone = sorted(ranked(N, K, M, machine), key=lambda candidate: candidate[0])
     if not columns:
-        took, c = alone[0]
-        return Choice(c, None, took)
-    near = [(took, c) for took, c in alone if took <= NEAR * alone[0][0] + 1]
-    took, c, how = min(
-        (pair for took, c in near for pair in _with_shrink(N, K, M, columns, c, took, machine)), key=lambda one: one[0]
+        microseconds, c = alone[0]
+        return Choice(c, None, microseconds)
+    candidates = [(microseconds, c) for microseconds, c in alone if microseconds <= NEAR * alone[0][0] + 1]
+    microseconds, c, how = min(
+        (pair for microseconds, c in candidates for pair in _with_shrink(N, K, M, columns, c, microseconds, machine)),
+        key=lambda candidate: candidate[0],
     )
-    return Choice(c, how, took)
+    return Choice(c, how, microseconds)
 
 
 def ranked(N: int, K: int, M: int, machine: Machine) -> Iterator[tuple[float, Configuration]]:
@@ -238,12 +239,12 @@ def launches(M: int) -> list[tuple[Shrink, int]]:
 
     They have few blocks, or as many as the tokens need.
     """
-    found = []
+    listed = []
     for index, variant in enumerate(VARIANTS):
         most = -(-M // variant.tokens)
         if most > 64 or (variant.tokens > 8 and variant.tokens >= 2 * M) or (variant.tokens == 8 and M > 8):
             continue
-        found += [
+        listed += [
             (Shrink(variant, blocks), index) for blocks in sorted({1, min(2, most), min(4, most), -(-most // 2), most})
         ]
-    return found
+    return listed
