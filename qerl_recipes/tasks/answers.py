@@ -20,8 +20,13 @@ Completion = str | list[dict[str, Any]]  # for a conversational prompt, a list o
 
 
 def text_of(completion: Completion) -> str:
-    """Return a completion's text: the completion itself, or the content of its last message."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    """Return a completion's text: the completion itself, or what the policy's last message says, "" if there is none.
+
+    Messages of tools do not count.
+    """
+    if isinstance(completion, str):
+        return completion
+    return next((str(one["content"]) for one in reversed(completion) if one["role"] == "assistant"), "")
 
 
 def answer_block(text: str) -> str | None:

@@ -49,6 +49,13 @@ def test_rewards_of_the_text_alone(name, texts, expected, conversational):
     assert reward(name)(completions=completions, prompts=["p"] * len(texts)) == pytest.approx(expected)
 
 
+def test_what_a_tool_has_written_earns_nothing():
+    """Check an episode whose tokens ran out after the tool's answer, one that goes on, and one of a tool alone."""
+    said, tool = {"role": "assistant", "content": ""}, {"role": "tool", "name": "sum", "content": "7"}
+    completions = [[said, tool], [said, tool, {"role": "assistant", "content": "7"}], [tool]]
+    assert reward("exact_answer")(completions=completions, answer=["7"] * 3) == [0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("conversational", [False, True], ids=["text", "chat"])
 def test_accuracy_reads_latex_and_leaves_out_an_unreadable_solution(conversational):
     texts = [r"\boxed{42}", r"\boxed{41}", "42", r"\boxed{\frac{2}{4}}", r"\boxed{1,000}", r"\boxed{1}"]
