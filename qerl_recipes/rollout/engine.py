@@ -1,11 +1,11 @@
 """Sample from the current policy with a vLLM in the trainer's process: the built-in rollout engine.
 
-It is a ``RolloutEngine`` that also lends its weights (``rollout.interface.LendsWeights``).
+It is a ``RolloutEngine`` that also takes turns and lends its weights (``TakesTurns``, ``LendsWeights``).
 """
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,8 +21,8 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
-from qerl_recipes.rollout.interface import Completions, Snapshot
-from qerl_recipes.rollout.sampling import SeededRollouts
+from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.sampling import Completion, Request, SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights, frozen_weights
@@ -47,11 +47,12 @@ class VLLMRollouts(SeededRollouts):
     ) -> None:
         super().__init__(training, snapshot, accelerator)
         self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
-        self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = False
+        self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = self._is_held = False
         self._tensor_parallel_group = self._new_groups()
         # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.llm = LLM(**self._options(base, rank, dtype))
+        self.longest = self.llm.llm_engine.model_config.max_model_len
         self.policy = Policy(self.llm)
         self._sampling = self._sampling_options()
         accelerator.wait_for_everyone()
@@ -91,33 +92,38 @@ class VLLMRollouts(SeededRollouts):
         current = self._snapshot()
         self.policy.swap(current.tensors, current.config, norms=current.norms)
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        images: Any,
-        num_generations: int,
-        profiler: AbstractContextManager[Any] | None = None,
-    ) -> Completions:
-        """Return one completion for each of ``prompts``.
+    @contextlib.contextmanager
+    def episodes(self) -> Iterator[None]:
+        """Stay awake for all turns of a batch; then compute with the engine's other processes until all are done."""
+        self._is_held = True
+        try:
+            with super().episodes():
+                yield
+            while True:
+                requests, _ = self._over_tensor_parallel([])
+                if not requests:
+                    break
+                self._compute(requests)
+        finally:
+            self._is_held = False
+        self._sleep()
 
-        The log-probabilities are taken after temperature and all other processing of the logits. Raises ValueError for
-        images.
-        """
-        seeded = self._seeded(prompts, images, num_generations)
-        requests, own = self._over_tensor_parallel(seeded)
+    def _complete(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
+        everyones, own = self._over_tensor_parallel(requests)
         self._wake()
+        with self._timed(profiler):
+            completions = self._compute(everyones)[own]
+        if not self._is_held:
+            self._sleep()
+        return completions
+
+    def _compute(self, requests: list[Request]) -> list[Completion]:
         # vLLM draws from this process's generators, though every request has its own seed. The trainer's draws must not
         # depend on the engine.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with self._timed(profiler), torch.random.fork_rng(devices):
-            completions = sampling.generate(
-                self.llm,
-                [ids for ids, _ in requests],
-                [SamplingParams(**self._sampling, seed=seed) for _, seed in requests],
-                self.policy.request,
-            )[own]
-        self._sleep()
-        return self._for_trl(prompts, completions)
+        parameters = [SamplingParams(**{**self._sampling, **request.limits(self._sampling)}) for request in requests]
+        with torch.random.fork_rng(devices):
+            return sampling.generate(self.llm, [one.prompt for one in requests], parameters, self.policy.request)
 
     def serve_base(self) -> None:
         """Serve the base without adapter, trained norms and noise, until the next ``begin`` or ``sync_weights``."""
@@ -238,15 +244,18 @@ class VLLMRollouts(SeededRollouts):
         group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
         return group
 
-    def _over_tensor_parallel(self, requests: list[Any]) -> tuple[list[Any], slice]:
-        """Return the requests of all ranks that share this engine, and the slice of them that is this rank's."""
+    def _over_tensor_parallel(self, requests: list[Request]) -> tuple[list[Request], slice]:
+        """Return the requests of all ranks that share this engine, and the slice of them that is this rank's.
+
+        Ranks may have different numbers of requests, or none.
+        """
         if self._tensor_parallel_group is None:
             return requests, slice(None)
         gathered: list[Any] = [None] * self._tensor_parallel
         torch.distributed.all_gather_object(gathered, requests, group=self._tensor_parallel_group)
         # an adapter's gradient all-reduces are tiny: without a barrier their clean-up can race with vLLM's collectives
         torch.distributed.barrier(device_ids=[self._accelerator.local_process_index])
-        start = torch.distributed.get_rank(group=self._tensor_parallel_group) * len(requests)
+        start = sum(map(len, gathered[: torch.distributed.get_rank(group=self._tensor_parallel_group)]))
         return [request for part in gathered for request in part], slice(start, start + len(requests))
 
     def _sleep(self) -> None:
@@ -255,7 +264,7 @@ class VLLMRollouts(SeededRollouts):
         An engine that has lent its weights keeps them and frees the KV cache alone. Otherwise sleep level 1 moves the
         weights to CPU memory. Level 2 would discard them, and only the checkpoint holds them.
         """
-        if not self._training.vllm_enable_sleep_mode:
+        if not self._training.vllm_enable_sleep_mode or self._is_asleep:
             return
         if self._is_lent:
             self.policy.release_kv_cache()

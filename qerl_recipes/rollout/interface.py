@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # a plugin that adds only rewards need not load torch, TRL and vLLM
     import torch
@@ -72,6 +72,41 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release memory and processes. Afterwards nothing but another ``close`` may be called."""
+
+
+class Turn(NamedTuple):
+    """Ask for a later turn of an episode: at most ``most`` tokens after its whole history ``tokens``.
+
+    ``place`` is the index of the episode's row in the batch that ``generate`` answered. ``number`` counts the turns; 0
+    is that of ``generate``.
+    """
+
+    tokens: list[int]
+    place: int
+    number: int
+    most: int
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """Define what an engine offers besides, if its completions may call tools and then go on."""
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens that a sequence may have."""
+
+    def episodes(self) -> AbstractContextManager[None]:
+        """Keep the engine ready, with its prefix cache, for all turns of one batch.
+
+        The batch's ``generate`` and the ``turn`` calls after it happen inside; weights and noise do not change there.
+        All processes enter and leave, however many turns they take. Leaving waits for those that share the engine.
+        """
+
+    def turn(self, turns: Sequence[Turn]) -> Sequence[tuple[list[int], list[float | None]]]:
+        """Return the ids and log-probabilities of each of ``turns``, of which there is at least one.
+
+        Seeds follow from place and number: they depend neither on other episodes nor on the number of processes.
+        """
 
 
 @runtime_checkable

@@ -11,11 +11,12 @@ Source: ``vllm.v1.engine.llm_engine.LLMEngine.step``, 0.26 to 0.32.
 import contextlib
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_recipes.rollout.interface import Completions, Snapshot
+from qerl_recipes.rollout.interface import Completions, Snapshot, Turn
 from qerl_vllm_plugin.noise import seed_of
 
 if TYPE_CHECKING:
@@ -33,37 +34,75 @@ class Completion(NamedTuple):
     logprobs: list[float | None]
 
 
-def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int) -> int:
+class Request(NamedTuple):
+    """Hold a prompt, the seed of its completion, and the most tokens that the completion may have."""
+
+    prompt: list[int]
+    seed: int
+    max_tokens: int
+
+    def limits(self, parameters: Mapping[str, Any]) -> dict[str, int]:
+        """Return what replaces the recipe's sampling ``parameters`` here; ``min_tokens`` fits into ``max_tokens``."""
+        limits = {"max_tokens": self.max_tokens, "seed": self.seed}
+        fewest = parameters.get("min_tokens")
+        return {**limits, "min_tokens": min(fewest, self.max_tokens)} if fewest else limits
+
+
+def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int, turn: int = 0) -> int:
     """Return the seed of one completion: different for each, and the same in a resumed run.
 
     ``phase`` is ``train``, ``evaluation`` or ``calibration``. ``call`` counts the batches of this rollout, since
     dynamic sampling draws several. ``prompt`` is the prompt's index in its batch over all ranks, and ``sample`` is the
-    completion's index among those of its prompt.
+    completion's index among those of its prompt. ``turn`` counts the turns of an episode.
     """
-    return seed_of(run_seed, phase, rollout, call, prompt, sample)
+    return seed_of(run_seed, phase, rollout, call, prompt, sample, *([turn] if turn else []))
 
 
 class Seeds:
     """Draw the seeds of the rollout or evaluation that is open."""
 
     def __init__(self, run_seed: int) -> None:
-        self._run_seed = run_seed
+        self._run_seed, self._is_held = run_seed, False
         self.open("train", 0)
 
     def open(self, phase: str, rollout: int) -> None:
         """Start the seeds of this rollout anew. An evaluation is always rollout 0."""
-        self._phase, self._rollout, self._call = phase, rollout, 0
+        self._phase, self._rollout, self._call, self._turn = phase, rollout, 0, 0
 
     def draw(self, first: int, count: int, num_generations: int) -> list[int]:
-        """Return this process's seeds of the next batch: its ``count`` completions start at index ``first``."""
-        key = (self._run_seed, self._phase, self._rollout, self._call)
-        self._call += 1
-        places = range(first, first + count)
-        return [completion_seed(*key, place // num_generations, place % num_generations) for place in places]
+        """Return this process's seeds of the next batch: its ``count`` completions start at index ``first``.
+
+        Inside ``one_batch`` this is a later turn of the same batch from the second time on.
+        """
+        if self._turn == 0:
+            self._first, self._num_generations = first, num_generations
+        seeds = [self.of(place, self._turn) for place in range(count)]
+        if self._is_held:
+            self._turn += 1
+        else:
+            self._call += 1
+        return seeds
+
+    def of(self, place: int, turn: int) -> int:
+        """Return the seed of a turn of the completion at ``place`` among this process's of the batch drawn last."""
+        prompt, sample = divmod(self._first + place, self._num_generations)
+        return completion_seed(self._run_seed, self._phase, self._rollout, self._call, prompt, sample, turn)
+
+    @contextlib.contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Count what is drawn inside as turns of one batch; processes may take different numbers of turns."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held, self._turn = False, 0
+            self._call += 1
 
 
-class SeededRollouts:
+class SeededRollouts(ABC):
     """Give each completion a seed of its own, and count tokens and seconds; the base of both built-in engines."""
+
+    longest: int  # the most tokens of a sequence
 
     def __init__(
         self,
@@ -75,16 +114,61 @@ class SeededRollouts:
         self._seeds = Seeds(training.seed)
         self.tokens, self.seconds = 0, 0.0  # both since the last begin
 
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: Any,
+        num_generations: int,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> Completions:
+        """Return one completion for each of ``prompts``.
+
+        The log-probabilities are taken after temperature and all other processing of the logits. Raises ValueError for
+        images or a prompt that leaves no room for a completion, and what the class says.
+        """
+        if images is not None:
+            raise ValueError("this policy reads text only; remove the image columns from the data set")
+        seeds = self._seeds.draw(self._accelerator.process_index * len(prompts), len(prompts), num_generations)
+        most = self._training.max_completion_length or self.longest
+        requests = [self._request(prompt, seed, most) for prompt, seed in zip(prompts, seeds, strict=True)]
+        completions = self._counted(requests, profiler)
+        # TRL takes each log-probability in a list of its own, and leaves out a token whose value is None
+        logprobs = [[[_known(value)] for value in completion.logprobs] for completion in completions]
+        return [list(prompt) for prompt in prompts], [completion.ids for completion in completions], logprobs, None
+
+    @contextlib.contextmanager
+    def episodes(self) -> Iterator[None]:
+        """Count all that is drawn inside as turns of one batch (``rollout.interface.TakesTurns``)."""
+        with self._seeds.one_batch():
+            yield
+
+    def turn(self, turns: Sequence[Turn]) -> list[Completion]:
+        """Return the completion of each of ``turns``; raise as ``generate`` does."""
+        requests = [self._request(turn.tokens, self._seeds.of(turn.place, turn.number), turn.most) for turn in turns]
+        completions = self._counted(requests, None)
+        return [Completion(ids, [_known(value) for value in logprobs]) for ids, logprobs in completions]
+
+    @abstractmethod
+    def _complete(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
+        """Return the completion of each request, inside ``_timed(profiler)``."""
+
     def _open(self, rollout: int) -> None:
         self._seeds.open("train", rollout)
         self.tokens, self.seconds = 0, 0.0
 
-    def _seeded(self, prompts: list[list[int]], images: Any, num_generations: int) -> list[tuple[list[int], int]]:
-        """Return each prompt with the seed of its completion; raise ValueError for images."""
-        if images is not None:
-            raise ValueError("this policy reads text only; remove the image columns from the data set")
-        first = self._accelerator.process_index * len(prompts)
-        return list(zip(prompts, self._seeds.draw(first, len(prompts), num_generations), strict=True))
+    def _request(self, prompt: list[int], seed: int, most: int) -> Request:
+        room = self.longest - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer in the {self.longest} that the engine "
+                "holds; use max_prompt_length, or raise vllm_max_model_length, and --max-model-len of a server"
+            )
+        return Request(prompt, seed, min(most, room))
+
+    def _counted(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
+        completions = self._complete(requests, profiler)
+        self.tokens += sum(len(completion.ids) for completion in completions)
+        return completions
 
     @contextlib.contextmanager
     def _timed(self, profiler: AbstractContextManager[Any] | None) -> Iterator[None]:
@@ -92,16 +176,6 @@ class SeededRollouts:
         with profiler or contextlib.nullcontext():
             yield
         self.seconds += time.perf_counter() - began
-
-    def _for_trl(self, prompts: list[list[int]], completions: Sequence[Completion]) -> Completions:
-        """Count the tokens, and return prompts and completions as TRL takes them.
-
-        Each log-probability is in a list of its own. TRL leaves out a token whose value is None.
-        """
-        ids = [completion.ids for completion in completions]
-        self.tokens += sum(map(len, ids))
-        logprobs = [[[_known(value)] for value in completion.logprobs] for completion in completions]
-        return [list(prompt) for prompt in prompts], ids, logprobs, None
 
 
 def _known(logprob: float | None) -> float | None:

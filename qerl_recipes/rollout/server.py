@@ -1,8 +1,9 @@
 """Sample from the current policy with a running vLLM server: the rollout engine of ``vllm_mode: server``.
 
-It is a ``RolloutEngine`` (``rollout.interface``). The first trainer process pushes adapter, trained norms and noise
-once a rollout, and each process requests its own completions. If the server is lost or restarted, the run waits and
-pushes the same policy again. Then it requests the same completions again: each has its own seed.
+It is a ``RolloutEngine`` that also takes turns (``rollout.interface``). The first trainer process pushes adapter,
+trained norms and noise once a rollout, and each process requests its own completions. If the server is lost or
+restarted, the run waits and pushes the same policy again. Then it requests the same completions again: each has its own
+seed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import openai
@@ -22,8 +22,8 @@ from accelerate.utils import broadcast_object_list
 
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import sampling_parameters
-from qerl_recipes.rollout.interface import Completions, Snapshot
-from qerl_recipes.rollout.sampling import Completion, SeededRollouts
+from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.sampling import Completion, Request, SeededRollouts
 from qerl_recipes.rollout.server_link import (
     NO_NOISE,
     AnotherPolicyError,
@@ -44,7 +44,8 @@ class ServerRollouts(SeededRollouts):
     """Use a server that holds the frozen weights of the recipe's model and the policy's adapter.
 
     ``rollout.interface.StartEngine`` describes the arguments. The server must be up within ``vllm_server_timeout``
-    seconds.
+    seconds. Generating raises AnotherPolicyError if a completion is not from the policy that was pushed last. It raises
+    ServerRefusedError if the server refuses a prompt, and ServerLostError if the server stays silent.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ServerRollouts(SeededRollouts):
         self._pushed: Pushed | None = None
         engine_dtype, processes = str(dtype).removeprefix("torch."), accelerator.num_processes
         link = self._link = ServerLink(base, training, rank=rank, dtype=engine_dtype, processes=processes)
-        self._longest = min(training.vllm_max_model_length or link.tokens, link.tokens)
+        self.longest = min(training.vllm_max_model_length or link.tokens, link.tokens)
         self._client = CompletionsClient(
             link.url, link.api_key, sampling_parameters(training), link.timeout, link.login
         )
@@ -85,26 +86,6 @@ class ServerRollouts(SeededRollouts):
     def sync_weights(self) -> None:
         """Push the trainer's current adapter (and trained norms); the noise stays."""
         self._push(self._noise)
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        images: Any,
-        num_generations: int,
-        profiler: AbstractContextManager[Any] | None = None,
-    ) -> Completions:
-        """Return one completion for each of ``prompts``.
-
-        The log-probabilities are taken after temperature and all other processing of the logits. Raises
-        AnotherPolicyError if a completion is not from the policy that was pushed last, and ServerRefusedError if the
-        server refuses a prompt. Raises ServerLostError if the server stays silent, and ValueError for images or a
-        prompt that leaves no room for a completion.
-        """
-        seeded = self._seeded(prompts, images, num_generations)
-        requests = {i: self._request(ids, seed) for i, (ids, seed) in enumerate(seeded)}
-        with self._timed(profiler):
-            completions = self._complete(requests)
-        return self._for_trl(prompts, [completions[i] for i in requests])
 
     def close(self) -> None:
         """Do nothing: the server keeps running, with the policy that was pushed last."""
@@ -128,17 +109,12 @@ class ServerRollouts(SeededRollouts):
         self._pushed = result
         return result
 
-    def _request(self, prompt: list[int], seed: int) -> Request:
-        room = self._longest - len(prompt)
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room for an answer in the {self._longest} that the server "
-                "holds; use max_prompt_length, or raise vllm_max_model_length and the server's --max-model-len"
-            )
-        wanted = self._training.max_completion_length
-        return Request(prompt, seed, room if wanted is None else min(wanted, room))
+    def _complete(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
+        with self._timed(profiler):
+            completions = self._answers(dict(enumerate(requests)))
+        return [completions[i] for i in range(len(requests))]
 
-    def _complete(self, requests: dict[int, Request]) -> dict[int, Completion]:
+    def _answers(self, requests: dict[int, Request]) -> dict[int, Completion]:
         """Return the completion of each request; ask again for what a lost connection or a restart left out."""
         completions: dict[int, Completion] = {}
         restarts, failing_since = 0, None
@@ -165,15 +141,6 @@ class ServerRollouts(SeededRollouts):
                 failing_since = time.monotonic()
             elif time.monotonic() - failing_since > self._link.timeout:
                 raise self._link.lost(f"is up and does not answer ({failure})") from failure
-
-
-@dataclass(frozen=True)
-class Request:
-    """Hold a prompt, the seed of its completion, and the most tokens that the completion may have."""
-
-    prompt: list[int]
-    seed: int
-    max_tokens: int
 
 
 class CompletionsClient:
@@ -251,9 +218,7 @@ class CompletionsClient:
         raw = await client.completions.with_raw_response.create(
             model=model,
             prompt=request.prompt,
-            seed=request.seed,
-            max_tokens=request.max_tokens,
-            extra_body=self._body,
+            extra_body={**self._body, **request.limits(self._body)},
         )
         # read the JSON itself: the client's types would check each of the millions of numbers of a rollout one by one
         (choice,) = raw.http_response.json()["choices"]

@@ -13,8 +13,10 @@ from peft.utils import get_peft_model_state_dict
 from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.arms import ENGINE_ON_CPU
 from qerl_recipes.rollout.engine import VLLMRollouts
-from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.interface import Snapshot, Turn
+from qerl_recipes.rollout.sampling import Request
 from qerl_recipes.tasks import running_sum
 from qerl_vllm_plugin.compat.scheduler import BlockRoom, scheduler_here
 from qerl_vllm_plugin.worker.kv_cache import KVCacheError
@@ -167,6 +169,35 @@ def test_a_logit_bias_from_json_reaches_the_engine(start_engine):
         engine.close()
 
 
+def test_turns_of_one_batch_keep_the_cache_and_their_tokens(start_engine, monkeypatch):
+    monkeypatch.setattr("qerl_recipes.rollout.engine.engine_on_cpu", lambda base: {**ENGINE_ON_CPU, "block_size": 32})
+    engine, computed = start_engine(16, generation_kwargs={"min_tokens": 8}), []
+    scheduler = scheduler_here(engine.llm)
+    schedule = scheduler.schedule
+
+    def count(*arguments, **options):
+        computed.append(schedule(*arguments, **options))
+        return computed[-1]
+
+    monkeypatch.setattr(scheduler, "schedule", count)
+    try:
+        engine.begin(0, None)
+        prompts = [[5 + row, *range(3, 33)] for row in range(8)]  # 31 tokens
+        with engine.episodes():
+            drawn = engine.generate(prompts, None, 4)[1]
+            before, tokens = len(computed), engine.tokens
+            asked = [Turn([*prompts[row], *drawn[row], 9], row, 1, most) for row, most in ((2, 3), (5, 40))]
+            first, again = engine.turn(asked), engine.turn(asked)
+    finally:
+        engine.close()
+    assert len(first[0].ids) == 3 and 8 <= len(first[1].ids) <= 64 - len(asked[1].tokens)
+    assert first == again, "the seed is of place and number alone"
+    assert engine.tokens == tokens + 2 * sum(len(one.ids) for one in first)
+    sampled = sum(len(one.ids) - 1 for one in [*first, *again])
+    read = sum(step.total_num_scheduled_tokens for step in computed[before:]) - sampled
+    assert read == 2 * sum(len(turn.tokens) - 32 for turn in asked), "a whole block comes from the cache"
+
+
 def test_the_engine_has_the_size_that_the_recipe_gives_it(engine):
     found = engine.llm.llm_engine.vllm_config
     assert found.scheduler_config.max_num_seqs == 16  # per_device_train_batch_size
@@ -311,6 +342,33 @@ def test_a_regular_expression_of_the_recipe_binds_every_completion(engine, monke
     assert all(re.fullmatch("[0-4]{3,5}", text.replace(" ", "")) for text in texts), texts
 
 
+def test_ranks_of_one_engine_have_different_numbers_of_turns(engine, monkeypatch):
+    theirs = [Request(PROMPTS[0], seed, 4) for seed in range(3)]
+    waiting = [[*theirs, "ours"], theirs[:1], []]  # what all ranks ask for: the others go on after this one
+
+    def gather(gathered, own, group):
+        asked = waiting.pop(0)
+        gathered[:] = [asked[:3], own] if asked[3:] else [asked, own]
+
+    engine.begin(0, None)
+    with engine.episodes():
+        alone = engine.generate(PROMPTS[:1], None, 4)
+    monkeypatch.setattr(engine, "_tensor_parallel_group", "of two")
+    monkeypatch.setattr(engine, "_tensor_parallel", 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    computed, compute = [], engine._compute
+    monkeypatch.setattr(engine, "_compute", lambda requests: computed.append(requests) or compute(requests))
+    engine.begin(0, None)
+    with engine.episodes():
+        assert engine.generate(PROMPTS[:1], None, 4)[1] == alone[1]
+    assert [len(requests) for requests in computed] == [4, 1] and not waiting
+    waiting.append(theirs)
+    with pytest.raises(KeyError), engine.episodes():
+        raise KeyError("the rank that fails waits for nobody")
+
+
 def test_images_are_refused(engine):
     with pytest.raises(ValueError, match="reads text only"):
         engine.generate(PROMPTS, [None] * len(PROMPTS), 4)
@@ -373,6 +431,21 @@ def test_a_trainer_that_writes_into_the_lent_weights_ends_the_run(sleepy):
     assert name.endswith("q_proj") and events == ["release"]
     weight.weight.codes[3, 5] ^= 1
     engine.begin(4, None)
+
+
+def test_an_engine_stays_awake_for_all_turns_of_a_batch(sleepy):
+    engine, events = sleepy
+    engine.frozen_weights()
+    engine.begin(3, None)
+    events.clear()
+    with engine.episodes():
+        (ids, *_), *_ = engine.generate(PROMPTS, None, 4)
+        for number in (1, 2):
+            engine.turn([Turn(ids, 0, number, 4)])
+    assert events == ["generate"] * 3 + ["release"]
+    with engine.episodes():
+        pass
+    assert events[4:] == []
 
 
 def test_an_engine_that_has_lent_nothing_sleeps_whole(sleepy):

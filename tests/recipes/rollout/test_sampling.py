@@ -17,7 +17,7 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import sampling_parameters
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout import sampling
-from qerl_recipes.rollout.sampling import Completion, Seeds, completion_seed
+from qerl_recipes.rollout.sampling import Completion, Request, Seeds, completion_seed
 
 PROMPTS = [[5 + row, 9, 7 * row + 2, 11] for row in range(12)]
 
@@ -143,6 +143,26 @@ def test_a_batch_names_run_rollout_call_prompt_and_sample():
     assert seeds.draw(3, 3, 2) == [completion_seed(5, "train", 3, 1, p, s) for p, s in ((1, 1), (2, 0), (2, 1))]
     seeds.open("evaluation", 0)
     assert seeds.draw(0, 1, 2) == [completion_seed(5, "evaluation", 0, 0, 0, 0)]
+
+
+def test_a_later_turn_has_the_seed_of_its_place_and_number():
+    seeds = Seeds(5)
+    seeds.open("train", 3)
+    with seeds.one_batch():
+        first = seeds.draw(4, 4, 2)  # of the second of two processes
+        assert first == [completion_seed(5, "train", 3, 0, p, s) for p, s in ((2, 0), (2, 1), (3, 0), (3, 1))]
+        assert seeds.of(1, 2) == completion_seed(5, "train", 3, 0, 2, 1, 2)
+        # A rollout function asks again for fewer rows, each alone; in the other process it may not.
+        assert seeds.draw(3, 3, 1) == [seeds.of(place, 1) for place in range(3)]
+    assert seeds.draw(4, 1, 2) == [completion_seed(5, "train", 3, 1, 2, 0)]
+    drawn = {completion_seed(5, "train", 3, call, 0, 0, turn) for call in range(4) for turn in range(4)}
+    assert len(drawn) == 16
+
+
+@pytest.mark.parametrize(("fewest", "expected"), [(None, {}), (0, {}), (2, {"min_tokens": 2}), (9, {"min_tokens": 3})])
+def test_a_short_turn_does_not_ask_for_more_than_it_may_have(fewest, expected):
+    parameters = {} if fewest is None else {"min_tokens": fewest}
+    assert Request([1], 7, 3).limits(parameters) == {"max_tokens": 3, "seed": 7, **expected}
 
 
 def test_every_sampling_key_has_its_name_in_vllm(tmp_path):
