@@ -70,6 +70,8 @@ def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(64)]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    (program,) = [block for kind, block in BLOCKS if kind == "json" and "verification_info" in block]
+    (tmp_path / "programs.jsonl").write_text(program * 64)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (reward,) = [block for kind, block in BLOCKS if kind == "python" and block.startswith("# my_rewards.py\n")]
     (tmp_path / "my_rewards.py").write_text(reward)
