@@ -152,7 +152,7 @@ def _run(kind: str, program: str, stdin: str, seconds: float, memory_bytes: int,
             "uid": uid,
             "folder": str(folder),
             "home": os.path.realpath(os.path.expanduser("~")),
-            "visible": [os.path.realpath(sys.base_prefix), *dict.fromkeys((sys.prefix, str(place)))],
+            "visible": [*_interpreter(), str(place)],
             "disk": DISK,
             "limits": limits,
             "seconds": math.ceil(wall) + 5,
@@ -162,6 +162,15 @@ def _run(kind: str, program: str, stdin: str, seconds: float, memory_bytes: int,
         output = _read(place / "output", output_bytes).replace(f"{place}/", "")
         errors = _read(place / "errors", output_bytes, from_end=True).replace(f"{place}/", "")
         return Outcome(output, errors, None if status == OUT_OF_CPU_TIME else status)
+
+
+def _interpreter() -> list[str]:
+    """Return the folders of the interpreter, also those that a chain of symbolic links leads through, parents first."""
+    programs = [PYTHON]
+    while os.path.islink(link := programs[-1]):
+        programs.append(os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link))))
+    folders = {sys.prefix, sys.base_prefix, *(os.path.dirname(os.path.dirname(program)) for program in programs)}
+    return sorted(folders | {os.path.realpath(folder) for folder in folders})
 
 
 def _launch(settings: dict[str, Any], place: Path, uid: int | None, wall: float) -> int | None:

@@ -3,6 +3,7 @@
 Where the tests run as root, other users' runs start in a process with the rights of nobody.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -59,7 +60,14 @@ HOSTILE = {
     ),
     "environment": "import os; print(sorted(os.environ), os.getcwd(), os.listdir())",
     "socket": "import socket; socket.create_connection(('127.0.0.1', PORT), 5)",
-    "other file": "open('ELSEWHERE', 'w').write('x')",
+    "other file": (
+        "import ctypes\n"
+        "libc = ctypes.CDLL(None)\n"
+        "for _ in range(2):\n"
+        "    libc.mount(None, b'/', None, 0x1020, None)\n"  # writable again
+        "    libc.unshare(0x10020000)\n"  # as root of namespaces of its own
+        "open('ELSEWHERE', 'w').write('x')"
+    ),
 }
 OUT_OF_TIME, KILLED = None, 137
 VERDICTS = {
@@ -92,10 +100,22 @@ def ways():
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def make_folder():
+    """Return make_folder(), which makes a folder that every user may enter; pytest's own are for one user."""
+    with contextlib.ExitStack() as stack:
+
+        def make():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qerl-hostile-", dir="/tmp")))
+            folder.chmod(0o755)
+            return folder
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def outcomes(make_folder):
     """Run every hostile program in every way, side by side -> {(way, name): outcome}, what is left, the folder."""
-    place = Path(tempfile.mkdtemp(prefix="qerl-hostile-", dir="/tmp"))
-    place.chmod(0o755)
+    place = make_folder()
     for file in ("sandbox.py", "sandbox_launcher.py"):
         shutil.copy(Path(sandbox.__file__).with_name(file), place)
     for name in ("scratch", "elsewhere"):
@@ -114,15 +134,12 @@ def outcomes():
         assert ended.returncode == 0, (case, ended.stderr)
         return sandbox.Outcome(*json.loads(ended.stdout))
 
-    try:
-        cases = [(way, name) for name in HOSTILE for way in ways()]
-        with server, ThreadPoolExecutor(6) as pool:
-            found = dict(zip(cases, pool.map(outcome, cases), strict=True))
-        lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
-        left = [line for line in lines if str(place).encode() in line or str(ALARM).encode() in line]
-        yield found, left + list((place / "scratch").iterdir()), place
-    finally:
-        shutil.rmtree(place)
+    cases = [(way, name) for name in HOSTILE for way in ways()]
+    with server, ThreadPoolExecutor(6) as pool:
+        found = dict(zip(cases, pool.map(outcome, cases), strict=True))
+    lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    left = [line for line in lines if str(place).encode() in line or str(ALARM).encode() in line]
+    return found, left + list((place / "scratch").iterdir()), place
 
 
 @pytest.mark.parametrize("way", ways())
@@ -148,6 +165,24 @@ def test_hostile_programs_leave_nothing_behind(outcomes):
     _, left, place = outcomes
     assert not left
     assert {file.name for file in (place / "elsewhere").iterdir()} <= {"limits", "own user"}
+
+
+def test_a_home_folder_is_hidden_but_for_its_interpreter(make_folder):
+    """Check it with an interpreter that is a symbolic link away, as installers of Python leave it."""
+    home = make_folder()
+    (home / "real/bin").mkdir(parents=True)
+    (home / "real/bin/python").symlink_to(SYSTEM_PYTHON)
+    (home / "link").symlink_to("real")
+    (home / "venv/bin").mkdir(parents=True)
+    (home / "venv/bin/python").symlink_to(home / "link/bin/python")
+    (home / "token").write_text("hf_secret")
+    program = f"import os, sys; print(sorted(os.listdir({str(home)!r})), sys.version_info >= (3,))"
+    line = [home / "venv/bin/python", "-c", DRIVER, sandbox.__file__, NAMESPACES]
+    ended = subprocess.run(line, input=program, env={"HOME": str(home)}, capture_output=True, text=True)
+    output, errors, status = json.loads(ended.stdout)
+    if status == "not started":
+        pytest.skip(f"this kernel has no namespaces for us: {errors}")
+    assert (output, errors) == ("['link', 'real', 'venv'] True\n", ""), ended.stderr
 
 
 def test_a_program_reads_its_input_and_says_how_it_ended():
