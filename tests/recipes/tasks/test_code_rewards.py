@@ -23,10 +23,10 @@ from qerl_recipes.tasks import code_providers, code_rewards, sandbox
 from qerl_recipes.tasks.rewards import FACTORIES, answer_problems, required_columns, resolve
 
 ADD = "print(sum(map(int, input().split())))"
-TESTS = {"language": "python", "test_cases": [{"input": f"1 {i}", "output": str(1 + i)} for i in range(4)]}
+TESTS = {"language": "python", "test_cases": [{"input": f"1 {i}", "output": str(1 + i)} for i in range(2)]}
 PROGRAMS = {
     ADD: 1.0,
-    "print(1)": 0.25,
+    "print(1)": 0.5,
     "print(int(input().split()[1]) + 1)": 1.0,
     f"a = 1\n{ADD.replace('input()', 'input() if a else 0')}\nraise SystemExit(1)": 0.0,
     "1 +": 0.0,
@@ -160,12 +160,15 @@ PROVIDERS = ("local", "e2b", "morph", "piston", "e2b router", "morph router")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_every_provider_gives_the_share_of_passed_tests(provider, server, clients):
     assert judged(**settings_of(provider, server)) == list(PROGRAMS.values())
-    assert judged("binary_code", **settings_of(provider, server)) == [float(v == 1) for v in PROGRAMS.values()]
     if provider in ("e2b", "morph"):
-        assert len(clients) == 2 * len(PROGRAMS) and all(machine.ended for machine in clients)
+        assert len(clients) == len(PROGRAMS) and all(machine.ended for machine in clients)
         assert provider == "e2b" or clients[0].options["client"] == "morph key"
     else:
         assert not clients
+
+
+def test_binary_code_wants_all_tests_passed():
+    assert judged("binary_code", code_provider="local") == [float(share == 1) for share in PROGRAMS.values()]
 
 
 @pytest.mark.parametrize("provider", ["local", "e2b", "piston"])
