@@ -100,7 +100,7 @@ def server(monkeypatch):
         server.address = f"127.0.0.1:{server.server_port}"
         monkeypatch.setenv("PISTON_ENDPOINTS", f"http://{server.address}/api/v2")
         monkeypatch.setattr(code_providers, "PAUSE", 0.0)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
 
@@ -174,7 +174,7 @@ def test_binary_code_wants_all_tests_passed():
 @pytest.mark.parametrize("provider", ["local", "e2b", "piston"])
 def test_a_test_that_takes_too_long_ends_the_judging_with_0(provider, server, clients, monkeypatch):
     monkeypatch.setattr(code_providers, "SECONDS", 1.0)
-    program = f"import time\nline = input()\nwhile line == '1 2': pass\n{ADD.replace('input()', 'line')}"
+    program = f"import time\nline = input()\nwhile line == '1 1': pass\n{ADD.replace('input()', 'line')}"
     begin = time.monotonic()
     assert judged(programs=[program] * 2, info=json.dumps(TESTS), **settings_of(provider, server)) == [0.0, 0.0]
     assert time.monotonic() - begin < 20
