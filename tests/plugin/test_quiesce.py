@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -23,12 +24,14 @@ from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 
 class Core:
-    """A fake engine that computes ``running`` requests until ``end``. ``said`` records what it is asked. The test fails
-    if it computes in the middle of a change."""
+    """A fake engine that computes ``running`` requests until ``end``. ``said`` records what it is asked, and ``looks``
+    counts by client how often it was asked whether it computes. The test fails if it computes in the middle of a
+    change."""
 
     def __init__(self):
         self.said, self.running, self.state, self.log = [], 0, "goes on", ChangeLog()
         self.version, self.digest, self.seconds = 0, "", 0.05
+        self.clients, self.looks, self.is_changing = [], Counter(), False
         self._idle = asyncio.Condition()
 
     def computes(self):
@@ -48,14 +51,19 @@ class Core:
         self.state = "goes on"
 
     async def end(self):
+        """End all requests, of whichever server."""
         self.running = 0
+        for client in self.clients:
+            client.output_processor.request_states.clear()
         async with self._idle:
             self._idle.notify_all()
 
     async def change(self, method, args):
+        self.is_changing = True
         for _ in range(5):
             assert not self.computes(), "a token of both policies"
             await asyncio.sleep(self.seconds / 5)
+        self.is_changing = False
         if method == "qerl_swap":
             version, digest = args[-2:]
             if version is not None and version <= self.version:
@@ -72,17 +80,17 @@ class Client(EngineClient):
     def __init__(self, core):
         super().__init__()
         self.core = core
+        core.clients.append(self)
 
     async def is_paused(self):
         return self.core.state != "goes on"
 
     async def call_utility_async(self, method):
+        self.core.looks[self] += 1
         return self.core.computes()
 
     async def pause_scheduler_async(self, mode, clear_cache):
         await self.core.pause(mode)
-        if mode == "abort":
-            self.output_processor.request_states.clear()
 
     async def resume_scheduler_async(self):
         await self.core.resume()
@@ -109,7 +117,7 @@ def with_servers(use, count=2, drafts=None):
         try:
             return await asyncio.wait_for(use(core, *servers), PATIENCE)
         except BaseException:  # changes ignore a cancellation while requests run, so they would keep a failing test
-            await ended(core, *servers)
+            await core.end()
             raise
 
     return asyncio.run(run())
@@ -136,15 +144,19 @@ def begun(core, server, number=1):
     )
 
 
-async def ended(core, *servers):
-    for server in servers:
-        server.client.output_processor.request_states.clear()
-    await core.end()
-
-
-async def said(core, text):
-    while text not in core.said:
+async def until(holds):
+    while not holds():
         await asyncio.sleep(0.001)
+
+
+async def said(core, text, times=1):
+    await until(lambda: core.said.count(text) >= times)
+
+
+async def has_rest(core):
+    """Wait until whoever holds the engine lock has let it go."""
+    async with lock(f"rest-{id(core)}"):
+        pass
 
 
 CALLS = {
@@ -165,14 +177,15 @@ def test_a_pause_in_a_change_holds_after_it(call, place):
         paused = asyncio.create_task(CALLS[call](servers[place].client))
         await changed
         if call == "wait":
-            await asyncio.sleep(0.05)
+            await said(core, "pause wait")
+            await has_rest(core)
             assert not paused.done(), "the request goes on until its end, as they asked"
-            await ended(core, servers[0])
+            await core.end()
         await paused
         assert await servers[0].client.is_paused()
         mode = {"sleep": "keep"}.get(call, call)
         assert core.said == ["pause keep", "change", "resume", f"pause {mode}"]
-        await ended(core, servers[0])
+        await core.end()
         await noise(servers[0])
         assert await servers[0].client.is_paused() and "resume" not in core.said[4:]
         await (servers[place].client.wake_up() if call == "sleep" else servers[place].client.resume_generation())
@@ -191,10 +204,8 @@ def test_a_pause_while_a_change_drains_holds_as_asked(call, place):
         await said(core, "pause wait")
         paused = asyncio.create_task(CALLS[call](servers[place].client))
         if call == "wait":
-            await asyncio.sleep(0.05)
-            await ended(core, servers[0])
-        elif call == "abort":
-            servers[0].client.output_processor.request_states.clear()
+            await said(core, "pause wait", 2)
+            await core.end()
         await paused
         if call in ("keep", "sleep"):
             with pytest.raises(Refused, match="engine was paused with requests running") as refused:
@@ -205,7 +216,7 @@ def test_a_pause_while_a_change_drains_holds_as_asked(call, place):
             assert core.said[-1] == "change"
         assert await servers[0].client.is_paused() and "resume" not in core.said
         await servers[place].client.resume_generation()
-        await ended(core, servers[0])
+        await core.end()
         await noise(servers[1], "wait")
         assert core.said[-2:] == ["change", "resume"]
 
@@ -241,7 +252,7 @@ def test_a_resumption_in_a_change_waits_for_its_end():
         await servers[1].client.pause_generation(mode="keep")
         core.running, core.said = 1, []
         changed = asyncio.create_task(noise(servers[0]))
-        await asyncio.sleep(0.02)
+        await until(lambda: core.is_changing)
         await servers[1].client.resume_generation()
         await changed
         assert core.said == ["change", "resume"]
@@ -287,7 +298,7 @@ def test_a_drain_that_fails_fails_the_change():
         core.pause = fail
         changed = asyncio.create_task(noise(server, "wait"))
         await said(core, "pause wait")
-        await ended(core, server)
+        await core.end()
         with pytest.raises(RuntimeError, match="no longer draining"):
             await changed
         assert core.said == ["pause wait", "resume"]
@@ -314,7 +325,7 @@ def test_behind_a_change_that_waits_others_are_refused_in_time(monkeypatch):
             with pytest.raises(Refused, match=f"not made after 0 s.*{obstacle}.*requests=abort") as refused:
                 await server.swap(None, {}, "", 1, "keep")
             assert (refused.value.status, refused.value.reason) == (503, "busy")
-        await ended(core, servers[0])
+        await core.end()
         await changed
         assert core.said == ["pause wait", "change", "resume"]
 
@@ -327,7 +338,6 @@ def test_an_abort_cuts_a_drain_short(place):
         begun(core, servers[0])
         changed = asyncio.create_task(servers[0].swap(None, {}, "earlier", None, "wait"))
         await said(core, "pause wait")
-        servers[0].client.output_processor.request_states.clear()
         await servers[place].swap(None, {}, "later", None, "abort")
         await changed
         assert core.digest == "later", "changes are made in the order in which they came"
@@ -342,9 +352,8 @@ def test_a_change_behind_a_foreign_drain_keeps_nobody_out():
         drained = asyncio.create_task(servers[0].client.pause_generation(mode="wait"))
         await said(core, "pause wait")
         waits = [asyncio.create_task(noise(server)) for server in servers]
-        await asyncio.sleep(0.05)
+        await until(lambda: all(core.looks[server.client] > 1 for server in servers))
         assert not any(wait.done() for wait in waits)
-        servers[0].client.output_processor.request_states.clear()
         await servers[1].swap(None, {}, "", None, "abort")
         await asyncio.gather(*waits, drained)
         assert core.said.count("change") == 3 and "resume" not in core.said
@@ -368,7 +377,7 @@ def test_a_change_whose_caller_has_gone_is_not_made(somebody):
         with pytest.raises(Refused, match="the caller has gone") as refused:
             await noise(servers[1], "wait", is_gone=is_gone)
         assert refused.value.reason == "gone" and "change" not in core.said
-        await ended(core, servers[0])
+        await core.end()
         await other
         assert (core.state == "goes on") == (somebody != "drains")
 
@@ -401,13 +410,12 @@ def test_a_change_gone_from_the_line_leaves_another_to_drain():
         await has_left.wait()
         await servers[0].client.resume_generation()
         second = asyncio.create_task(noise(servers[1], "wait"))
-        while core.said.count("pause wait") < 3:  # the second change has the line and lets requests end
-            await asyncio.sleep(0.001)
+        await said(core, "pause wait", 3)  # the second change has the line and lets requests end
         may_end.set()
         with pytest.raises(Refused, match="the caller has gone"):
             await first
         assert core.state == "lets requests end" and not second.done()
-        await ended(core, *servers)
+        await core.end()
         await asyncio.gather(second, paused)
         assert core.said == [*("pause wait", "resume") * 2, "pause wait", "change", "resume"]
 
@@ -447,7 +455,7 @@ def test_many_changes_at_once_each_find_the_engine_at_rest(seed):
                 begun(core, chance.choice(servers))
             await asyncio.sleep(0.01)
             if core.state != "stands still":
-                await ended(core, *servers)
+                await core.end()
 
     async def pauses(servers):
         while len(made) < 20:
@@ -495,8 +503,7 @@ def test_an_engine_lost_to_one_api_server_is_lost_to_all(monkeypatch):
         server.client.output_processor.propagate_error = errors.append
         await noise(server)
         ChangeLog(core.log.path).lose()  # as another process does
-        while not errors:
-            await asyncio.sleep(0.01)
+        await until(lambda: errors)
         with pytest.raises(Refused, match="another API server's log says why"):
             await noise(server)
         with pytest.raises(EngineDeadError):
