@@ -33,7 +33,7 @@ try:
 except sandbox.SandboxError as error:
     print(json.dumps(["", str(error), "not started"]))
 """
-ALARM = 86_413  # seconds, of sleeps that are recognized by this number
+ALARM = 1_000_000_000 + os.getpid()  # seconds, of sleeps that are recognized as this process's by this number
 
 HOSTILE = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",

@@ -92,7 +92,7 @@ def test_each_recipe_of_open_r1_can_run(name, flags):
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
-def test_a_recipe_with_the_reward_code_trains(flags, classes_looked_at_here, read_metrics, monkeypatch, tmp_path):
+def test_a_recipe_with_the_reward_code_trains(flags, light_engines, read_metrics, monkeypatch, tmp_path):
     """Train with the real engine. Some of its completions hold a program, by chance, and some programs are right."""
     built, build = [], train.build
     monkeypatch.setattr(train, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
