@@ -11,7 +11,7 @@ worst case.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,16 @@ from qerl_recipes.memory import estimates, sizes
 from qerl_recipes.memory.estimates import Engine, MicroBatch
 from qerl_recipes.memory.sizes import ModelSize, measure
 from qerl_recipes.model import shared
-from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, SERVER, GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.configs import (
+    AS_FEW_AS_FIT,
+    AS_MANY_AS_FIT,
+    FAST_TOKENS,
+    PACK_TOKENS,
+    SERVER,
+    GRPOConfig,
+    ModelConfig,
+    ScriptArguments,
+)
 from qerl_vllm_plugin.noise import is_target
 
 PHASES = ("rollout", "training")
@@ -31,7 +40,8 @@ FIXED_BY_A_CHECKPOINT = re.compile(r"\b(lora_r|optim|quantization|max_completion
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
 SHARE_KEY, BYTES_KEY = "vllm_gpu_memory_utilization", "vllm_kv_cache_memory_bytes"
 MOST_SHARE = 0.95  # the largest share of the GPU that is advised for the engine
-SPARE = 0.03  # share of the GPU that stays free if the plan chooses how many blocks to recompute
+SPARE = 0.03  # share of the GPU that stays free if the plan chooses tokens of a row or blocks to recompute
+TOKENS_APART = 512  # numbers of tokens of a row that the plan tries differ by this
 # Memory that the allocator holds but cannot use: SLACK times the temporary memory, but at most MOST_SLACK bytes. With
 # both, plans are within 4 % of what 15 of the 17 runs in kernels/results took, and within 5.2 % of the other two. All
 # runs but one reach MOST_SLACK, so of SLACK they only show that it is more than 0.2.
@@ -57,16 +67,20 @@ class Part:
 class Plan:
     """The memory plan of a run on a GPU.
 
-    ``problem`` says what stops the engine from starting, or is "". ``checkpointed`` is the number of blocks that
-    recompute their activations. ``engine`` is the bytes of the engine without its KV cache, and ``token`` the bytes of
-    one token in that cache. ``remark`` says that sequences must wait for others, or that the engine is not among the
-    parts, or is "".
+    ``problem`` says what stops the engine from starting, or is "". ``checkpointed`` of ``blocks`` blocks recompute
+    their activations. ``pack_tokens`` is the number of tokens of a packed row, 0 without packing, and ``is_chosen``
+    says that the plan has chosen it. ``engine`` is the bytes of the engine without its KV cache, and ``token`` the
+    bytes of one token in that cache. ``remark`` says that sequences must wait for others, or that the engine is not
+    among the parts, or is "".
     """
 
     parts: tuple[Part, ...]
     gpu: Gpu
     problem: str = ""
     checkpointed: int = 0
+    blocks: int = 0
+    pack_tokens: int = 0
+    is_chosen: bool = False
     engine: int = 0
     token: int = 0
     remark: str = ""
@@ -123,6 +137,18 @@ class Plan:
         parts = ", ".join(f"{part.name} {gigabytes(getattr(part, phase))}" for part in self.largest(phase))
         return f"{gigabytes(self.peak)} of {gigabytes(self.gpu.memory)} ({parts}, ...)"
 
+    def choice(self) -> str:
+        """Say how many tokens a packed row has and how many blocks are recomputed, and why these numbers; or ""."""
+        if not self.is_chosen:
+            return f"with {self.checkpointed} blocks recomputed" if self.checkpointed else ""
+        row, recomputed = f"in rows of {self.pack_tokens:,} tokens", f"{self.checkpointed} of {self.blocks} blocks"
+        if not self.checkpointed:
+            why = "more would be no faster" if self.pack_tokens >= PACK_TOKENS else "the most that fit"
+            return f"{row} ({why}), no block recomputed"
+        if self.pack_tokens >= FAST_TOKENS:
+            return f"{row} (enough to be fast), {recomputed} recomputed (the fewest that fit)"
+        return f"{row} (the most that fit), {recomputed} recomputed"
+
     def obstacles(self) -> list[str]:
         """Return the reasons why the run does not fit, each with a way out; the list is empty if it fits."""
         reasons = [f"it cannot start: {self.problem}"] if self.problem else []
@@ -155,8 +181,8 @@ def make(
     """Plan the memory of a recipe on a GPU.
 
     ``config`` is the checkpoint's config.json, by default that of the recipe's model. ``limit`` is the number of bytes
-    of the GPU that may be used, by default all. ``recompute_layers: -1`` becomes the smallest number that leaves 3 %
-    of them free; if there is none, all blocks are checkpointed.
+    of the GPU that may be used, by default all. ``recompute_layers: -1`` and ``pack_tokens: -1`` become the numbers of
+    the first of ``_to_try`` that leave 3 % of them free, or the last ones if none do.
 
     Raises ValueError if the model's sizes cannot be found, or if ``recompute_layers`` exceeds its blocks.
     """
@@ -164,19 +190,37 @@ def make(
         config = read_config(str(model.model_name_or_path), model.model_revision)
     run = _Run(script, training, model, measure(config), gpu)
     held = (*run.engine_parts(), run.weights(), *run.trained_parts())
-    problem, remark = run.problem(), run.remark()
-    for checkpointed in _to_try(training, run.size):
-        working = run.working_parts(checkpointed)
+    problem, remark, is_chosen = run.problem(), run.remark(), training.pack_tokens == AS_MANY_AS_FIT
+    for tokens, checkpointed in _to_try(run):
+        working = run.working_parts(tokens, checkpointed)
         slack = min(MOST_SLACK, int(SLACK * sum(part.training for part in working)))
         how = "estimate: context, kernels, cuBLAS, unusable blocks"
         parts = (*held, *working, Part("CUDA and allocator", CONTEXT + slack, CONTEXT + slack, how))
-        plan = Plan(parts, gpu, problem, checkpointed, run.engine.beside_cache, run.engine.token, remark)
+        chosen = (checkpointed, run.size.layers, tokens, is_chosen)
+        plan = Plan(parts, gpu, problem, *chosen, run.engine.beside_cache, run.engine.token, remark)
         if plan.peak <= (1 - SPARE) * (limit or gpu.memory):
             break
     return plan
 
 
-def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
+def _to_try(run: "_Run") -> Iterator[tuple[int, int]]:
+    """Yield numbers of tokens of a packed row with numbers of recomputed blocks, the fastest first.
+
+    Recomputing all blocks takes 40 % longer, and rows of FAST_TOKENS tokens are nearly as fast as longer ones. So rows
+    become shorter down to that size, then more blocks are recomputed, then rows become shorter still. A row holds two
+    of the longest sequences as long as it can, for otherwise it may be half empty, and always one.
+    """
+    blocks, given = _blocks_to_try(run.training, run.size), run.training.pack_tokens or 0
+    if given != AS_MANY_AS_FIT:
+        yield from ((given, checkpointed) for checkpointed in blocks)
+        return
+    fast = max(FAST_TOKENS, run.length, min(2 * run.length, 2 * FAST_TOKENS))
+    yield from ((tokens, blocks[0]) for tokens in range(max(PACK_TOKENS, fast), fast, -TOKENS_APART))
+    yield from ((fast, checkpointed) for checkpointed in blocks)
+    yield from ((tokens, blocks[-1]) for tokens in range(fast - TOKENS_APART, run.length - 1, -TOKENS_APART))
+
+
+def _blocks_to_try(training: GRPOConfig, size: ModelSize) -> Sequence[int]:
     """Return the numbers of recomputed blocks to try, in order."""
     requested = training.recompute_layers
     if not training.gradient_checkpointing:
@@ -209,7 +253,6 @@ class _Run:
         self.engine_length = training.vllm_max_model_length or size.positions
         self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
         self.completion = min(completion, self.length)
-        self.pack_tokens = training.pack_tokens or 0
         self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
         # ways to need less
         self.smaller = () if self.arm == shared.ARM else (f"quantization: {shared.ARM}",)
@@ -338,11 +381,13 @@ class _Run:
             Part("optimizer", states, states, f"{name}: {states / total:.3g} bytes each", knobs),
         )
 
-    def micro_batch(self) -> MicroBatch:
-        """Return the sizes of a micro-batch of full length."""
-        rows, packs = self.training.per_device_train_batch_size, self.pack_tokens
+    def micro_batch(self, packs: int) -> MicroBatch:
+        """Return the sizes of a micro-batch of full length, of rows of ``packs`` tokens; 0 means padded."""
+        if self.training.splits_by_tokens:
+            return self._part(packs)
+        rows = self.training.per_device_train_batch_size
         tokens = attended = rows * self.length
-        if self._shares_prompts():
+        if self._shares_prompts(packs):
             generations, prompt = self.training.num_generations, self.length - self.completion
             in_a_row = max(1, (packs - prompt) // self.completion)  # of a group; each packed row has its own prompt
             prompts = rows // generations * -(-generations // in_a_row)
@@ -352,7 +397,20 @@ class _Run:
         padded = 0 if packs or self.is_flash else rows
         return MicroBatch(tokens, at_once, scored, padded, self.length, attended / tokens)
 
-    def _shares_prompts(self) -> bool:
+    def _part(self, packs: int) -> MicroBatch:
+        """Return the largest sizes of a part: one packed row, or as many padded ones as have FAST_TOKENS."""
+        rows, prompt = self.training.per_device_train_batch_size, self.length - self.completion
+        if not packs:
+            rows = min(rows, max(1, FAST_TOKENS // self.length))
+            return MicroBatch(rows * self.length, rows * self.length, rows * self.completion, rows, self.length)
+        tokens = min(rows * self.length, max(packs, self.length))
+        attended = 1.0
+        if not self.is_flash and prompt > 0:  # at most all completions of a group are a token beside their prompt
+            group = self.training.num_generations
+            attended = min(group * (prompt + 1) / (prompt + group), rows * self.length / tokens)
+        return MicroBatch(tokens, tokens, min(rows * self.completion, tokens), 0, self.length, attended)
+
+    def _shares_prompts(self, packs: int) -> bool:
         """Return True if all completions of a prompt are sure to share a micro-batch.
 
         A packed row of them then computes the prompt once. TRL shuffles the completions of a rollout.
@@ -360,7 +418,7 @@ class _Run:
         is a sum over rows, and whole groups fill each micro-batch. A step with a single micro-batch needs no such loss.
         """
         training = self.training
-        if not self.pack_tokens or self.is_flash or self.completion >= self.length:
+        if not packs or self.is_flash or self.completion >= self.length:
             return False
         is_one_step = (training.steps_per_generation or 1) == training.gradient_accumulation_steps
         has_bonus = training.entropy_coef or training.use_adaptive_entropy
@@ -368,9 +426,12 @@ class _Run:
         are_whole = training.per_device_train_batch_size % training.num_generations == 0
         return are_whole and is_one_step and (is_a_sum or training.gradient_accumulation_steps == 1)
 
-    def working_parts(self, checkpointed: int) -> tuple[Part, ...]:
-        """Return the activations and the temporary tensors of training, with ``checkpointed`` blocks recomputed."""
-        batch, itemsize, layers = self.micro_batch(), self.itemsize, self.size.layers
+    def working_parts(self, packs: int, checkpointed: int) -> tuple[Part, ...]:
+        """Return the activations and the temporary tensors of training.
+
+        Packed rows have ``packs`` tokens, and ``checkpointed`` blocks are recomputed.
+        """
+        batch, itemsize, layers = self.micro_batch(packs), self.itemsize, self.size.layers
         # With use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on a GPU.
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu
         block = estimates.saved_in_a_block(
@@ -394,7 +455,7 @@ class _Run:
             keep_less = ("gradient_checkpointing: true",)
         elif checkpointed < layers:
             keep_less = (f"recompute_layers: {layers}",)
-        if self.pack_tokens and batch.at_once > self.length:
+        if packs and batch.at_once > self.length:
             compute_less = (f"pack_tokens: {self.length}",)
         where = f"estimate: {'one block' if in_block >= head else 'the head'}, {batch.at_once} tokens"
         return (
@@ -404,6 +465,6 @@ class _Run:
 
     def _fewer_rows(self) -> tuple[str, ...]:
         rows = self.training.per_device_train_batch_size
-        if rows > 1:
+        if rows > 1 and not self.training.splits_by_tokens:
             return (f"per_device_train_batch_size below {rows}, with gradient_accumulation_steps raised as much",)
         return (f"max_completion_length below {self.completion}",)

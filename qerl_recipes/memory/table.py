@@ -66,9 +66,9 @@ def verdict(plan: Plan) -> str:
     """Say in one line whether the run fits, and what to change if it does not."""
     where = gigabytes(plan.gpu.memory)
     if plan.fits:
-        anew = f", with {plan.checkpointed} blocks recomputed" if plan.checkpointed else ""
+        choice = f" {plan.choice()}" if plan.choice() else ""
         remark = f"; {plan.remark}" if plan.remark else ""
-        return f"{where}: it fits{anew}, with {gigabytes(plan.gpu.memory - plan.peak)} to spare{remark}"
+        return f"{where}: it fits{choice}, with {gigabytes(plan.gpu.memory - plan.peak)} to spare{remark}"
     return f"{where}: {'; and '.join(plan.obstacles())}"
 
 

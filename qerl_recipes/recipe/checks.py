@@ -191,9 +191,11 @@ def _dynamic_sampling(training: GRPOConfig) -> Iterator[str]:
         )
     local = training.per_device_train_batch_size * training.steps_per_generation
     if training.world_size > 1 and local % training.num_generations:
+        by_trl = "per_device_train_batch_size x steps_per_generation"
+        size = "generation_batch_size / processes" if training.splits_by_tokens else by_trl
         yield (
-            "dynamic_sampling with several processes needs whole groups on each: per_device_train_batch_size x "
-            f"steps_per_generation ({local}) must be a multiple of num_generations ({training.num_generations})"
+            f"dynamic_sampling with several processes needs whole groups on each: {size} ({local}) must be a multiple "
+            f"of num_generations ({training.num_generations})"
         )
 
 

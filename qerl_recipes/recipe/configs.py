@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl
@@ -39,7 +39,10 @@ DEFAULT_NOISE_MODE = "both"  # if only sigmas are set; engine and trainer then d
 # Source: the paper (arXiv 2510.11696), table 4.
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
 PACK_TOKENS = 16384  # at this size, expanding the 4-bit weights costs little beside the matrix products
+FAST_TOKENS = 4096  # a packed row of this size is by some 3 % slower than one of twice the size
 AS_FEW_AS_FIT = -1  # a value of recompute_layers
+AS_MANY_AS_FIT = -1  # a value of pack_tokens
+MICRO_BATCH = 8  # TRL's default of per_device_train_batch_size
 _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
 
 
@@ -131,6 +134,24 @@ def _mapping(name: str, value: Any) -> dict[str, Any] | None:
     return value
 
 
+class _Batches(NamedTuple):
+    """Hold the batch sizes that a recipe names, None for each that it does not name.
+
+    ``rows`` is ``per_device_train_batch_size``, ``micro_batches`` is ``gradient_accumulation_steps``, ``rollout`` is
+    ``generation_batch_size`` and ``steps`` is ``steps_per_generation``.
+    """
+
+    rows: int | None
+    micro_batches: int | None
+    rollout: int | None
+    steps: int | None
+
+    @property
+    def is_by_trl(self) -> bool:
+        """Return True if the recipe cuts a step into micro-batches by TRL's keys."""
+        return self.rows is not None or self.micro_batches is not None
+
+
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """Extend TRL's configuration of GRPO and DAPO by the weight format, the noise, dynamic sampling and packed rows."""
@@ -182,13 +203,35 @@ class GRPOConfig(trl.GRPOConfig):
     )
     dynamic_sampling_max_rounds: int = field(default=3, metadata={"help": "Rounds of fresh prompts a step, at most."})
     pack_tokens: int | None = field(
-        default=PACK_TOKENS,
+        default=None,
         metadata={
             "help": "Training runs on rows of real tokens, of at most this many (a longer sequence has a row of its "
-            "own): no padding, and a prompt shared by several completions of a row is computed once. Less means less "
-            "memory for a layer's activations. 0: TRL's padded batches."
+            "own): no padding, and a prompt shared by several completions of a row is computed once. Each row is a "
+            "micro-batch with a backward of its own, unless per_device_train_batch_size or gradient_accumulation_steps "
+            f"cuts the step into micro-batches. Default, -1: as many as the memory plan leaves room for on this GPU, "
+            f"at most {PACK_TOKENS}; {FAST_TOKENS} on a CPU, and {PACK_TOKENS} with one of the two keys. 0: TRL's "
+            "padded batches."
         },
     )
+    per_device_train_batch_size: int = field(
+        default=None,  # type: ignore[assignment]  # set in __post_init__
+        metadata={
+            "help": "Completions of a micro-batch, as in TRL. Without it and gradient_accumulation_steps, "
+            "generation_batch_size says how many completions a rollout has, and pack_tokens cuts a step."
+        },
+    )
+    gradient_accumulation_steps: int = field(
+        default=None,  # type: ignore[assignment]  # set in __post_init__
+        metadata={"help": "Micro-batches of a step, as in TRL: 1 if only per_device_train_batch_size is set."},
+    )
+    steps_per_generation: int = field(
+        default=None,  # type: ignore[assignment]  # set in __post_init__
+        metadata={
+            "help": "Optimizer steps that a rollout serves, 1 by default. With per_device_train_batch_size or "
+            "gradient_accumulation_steps it is TRL's: the micro-batches of a rollout."
+        },
+    )
+    splits_by_tokens: bool = field(default=False, init=False)  # is each packed row a micro-batch of its own?
     skip_zero_advantage: bool | None = field(
         default=None,
         metadata={
@@ -245,8 +288,6 @@ class GRPOConfig(trl.GRPOConfig):
                 f"dynamic_sampling_max_rounds must be at least 1, not {self.dynamic_sampling_max_rounds}; "
                 "to go without, use dynamic_sampling: false"
             )
-        if self.pack_tokens is not None and self.pack_tokens < 0:
-            raise ConfigError(f"pack_tokens must be at least 1, or 0 for padded batches, not {self.pack_tokens}")
         if (cache := self.vllm_kv_cache_memory_bytes) is not None and cache < 1:
             raise ConfigError(f"vllm_kv_cache_memory_bytes must be at least 1, not {cache}; leave it out to measure")
         self._check_checkpointing()
@@ -255,10 +296,12 @@ class GRPOConfig(trl.GRPOConfig):
                 self.chat_template = template_text(self.chat_template)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
+        batches = self._fill_in_batches()
         try:
             super().__post_init__()
         except ValueError as error:
             raise ConfigError(self._not_whole_groups() or str(error)) from error
+        self._settle_batches(batches)
         if self.fp16:
             self.mixed_precision = "no"  # accelerate's loss scaler would skip steps; the trainer has its own
 
@@ -289,6 +332,60 @@ class GRPOConfig(trl.GRPOConfig):
         host = self.vllm_server_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.vllm_server_port}"  # IPv6 needs brackets
 
+    def _fill_in_batches(self) -> "_Batches":
+        """Fill in the batch sizes that TRL computes with, and return what the recipe says of them.
+
+        Without ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` each process gets its share of a
+        step as one micro-batch of TRL's, which the trainer splits.
+        """
+        asked = _Batches(
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.generation_batch_size,
+            self.steps_per_generation,
+        )
+        # a quantile over the tokens of a micro-batch does not follow from those of its parts
+        self.splits_by_tokens = not asked.is_by_trl and self.top_entropy_quantile == 1
+        if self.pack_tokens is None:
+            self.pack_tokens = AS_MANY_AS_FIT
+        if self.pack_tokens < AS_MANY_AS_FIT:
+            raise ConfigError(
+                f"pack_tokens must be at least 1, 0 for padded batches or -1 for as many as fit, not {self.pack_tokens}"
+            )
+        if self.pack_tokens == AS_MANY_AS_FIT and not self.splits_by_tokens:
+            self.pack_tokens = PACK_TOKENS
+        self.per_device_train_batch_size = MICRO_BATCH if asked.rows is None else asked.rows
+        self.gradient_accumulation_steps = 1 if asked.micro_batches is None else asked.micro_batches
+        if asked.rollout is not None and not asked.is_by_trl:
+            # TRL, which counts the processes, then returns the share of each as steps_per_generation
+            self.per_device_train_batch_size, self.steps_per_generation = 1, None  # type: ignore[assignment]
+        return asked
+
+    def _settle_batches(self, asked: "_Batches") -> None:
+        """Divide a rollout of ``generation_batch_size`` into steps, now that TRL has divided it among processes.
+
+        Warns if one key that ``asked`` has not would divide it in an unexpected way.
+        """
+        if asked.rollout is None:
+            return
+        share, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
+        if not asked.is_by_trl:
+            steps = asked.steps or 1
+            if share % steps:
+                raise ConfigError(
+                    f"steps_per_generation: {steps} does not divide the {share} completions that each process has of "
+                    f"generation_batch_size: {asked.rollout}"
+                )
+            self.per_device_train_batch_size, self.steps_per_generation = share // steps, steps
+        elif None in (asked.rows, asked.micro_batches) and share != accumulated:
+            missing = "per_device_train_batch_size" if asked.rows is None else "gradient_accumulation_steps"
+            warnings.warn(
+                f"{missing} is not set, and TRL's default for it is {getattr(self, missing)}: an optimizer step has "
+                f"{asked.rollout * accumulated // share} of the {asked.rollout} completions of generation_batch_size; "
+                "set both keys, or neither",
+                stacklevel=4,
+            )
+
     def _not_whole_groups(self) -> str | None:
         """Say what to change where a rollout is not a whole number of groups; return None where it is.
 
@@ -297,6 +394,11 @@ class GRPOConfig(trl.GRPOConfig):
         size, group = self.generation_batch_size, self.num_generations
         if not isinstance(size, int) or group < 1 or size % group == 0:
             return None
+        if self.splits_by_tokens:
+            return (
+                f"generation_batch_size: {size} is not whole groups of num_generations: {group}; use "
+                f"{max(1, size // group) * group} or another multiple of {group}"
+            )
         batch, steps, processes = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
         whole = group // math.gcd(group, steps * processes)  # whole groups need a multiple of this
         launched = group // math.gcd(group, batch * steps)

@@ -3,6 +3,12 @@
 TRL's ``_compute_loss`` multiplies, clips and sums. It takes from here the log-probabilities of packed rows and the
 importance weights. B is the number of completions in a micro-batch, C the length of the longest.
 
+**Parts** of a micro-batch have a forward and a backward of their own, so that the activations of one part at a time
+are kept. For each of them TRL computes the loss of the whole micro-batch. The log-probabilities of earlier parts are
+then numbers that are known, and those of later parts are constants: neither has a gradient. So whatever TRL divides
+by, the gradients of all parts add up to that of the whole micro-batch. With the last part all numbers are known, and
+loss and metrics are those of the whole, too.
+
 **Importance weights** say how the trainer's log-probabilities differ from those that the engine sampled with. TRL
 computes the trainer's log-probabilities once before training, for the weights, and once more for the loss. Where a
 rollout serves one optimizer step, both are the same numbers. So the weights come from the loss's own forward; that
@@ -17,18 +23,18 @@ equal bit for bit. Over a model both differ by the order of its sums, in fp32 by
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from peft import PeftModel
 
 from qerl_recipes.model import logprobs
-from qerl_recipes.model.packing import pack
+from qerl_recipes.model.packing import PackedRow, pack
 from qerl_recipes.recipe.checks import needs_every_completion
-from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.recipe.configs import AS_MANY_AS_FIT, FAST_TOKENS, GRPOConfig
 from qerl_recipes.train.half_precision import HalfPrecision
 
 # the names under which TRL's log has these figures; the last two are ours, for TRL logs a clip ratio of its own, too
@@ -94,6 +100,10 @@ class MicroBatch:
         """Return the number of prompt and completion tokens that go through the model: ()."""
         return (self.lengths if self.skipped is None else self.lengths * ~self.skipped).sum()
 
+    def before(self) -> torch.Tensor:
+        """Return the log-probabilities from before the step, as constants for rows without a gradient: (B, C)."""
+        return (self.sampled if self.old is None else self.old).nan_to_num(nan=0.0)
+
 
 def mask_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return TRL's (B, C) mask, which is 1 where the policy sampled the token and it counts in the loss."""
@@ -106,18 +116,21 @@ class LossSettings:
     """Say how the log-probabilities of one policy are computed.
 
     ``pack_tokens`` is the number of tokens of a packed row; 0 keeps TRL's padded batch. ``skips_zero_advantage`` says
-    whether completions with an advantage of 0 are left out. ``half`` holds what a float16 model needs, and is None for
-    others.
+    whether completions with an advantage of 0 are left out. ``splits`` says whether each packed row, or as many padded
+    ones as have ``FAST_TOKENS``, is a part with a backward of its own. ``half`` holds what a float16 model needs, and
+    is None for others.
     """
 
     pack_tokens: int
     skips_zero_advantage: bool
+    splits: bool
     half: HalfPrecision | None
 
     @staticmethod
     def of(args: GRPOConfig, policy: PeftModel) -> "LossSettings":
         """Prepare ``policy``, which has its adapter and trainable norms, for the loss's forward; warn if it pads."""
-        pack_tokens, is_half = args.pack_tokens or 0, policy.get_output_embeddings().weight.dtype == torch.float16
+        pack_tokens = FAST_TOKENS if args.pack_tokens == AS_MANY_AS_FIT else args.pack_tokens or 0
+        is_half = policy.get_output_embeddings().weight.dtype == torch.float16
         half = HalfPrecision(policy, args) if is_half else None
         with nullcontext() if half is None else half.watched():
             reason = logprobs.prepare(policy) if pack_tokens else None
@@ -125,45 +138,71 @@ class LossSettings:
             warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=3)
             pack_tokens = 0
         may_skip = pack_tokens > 0 and needs_every_completion(args) is None
-        return LossSettings(pack_tokens, may_skip and args.skip_zero_advantage is not False, half)
+        skips = may_skip and args.skip_zero_advantage is not False
+        return LossSettings(pack_tokens, skips, args.splits_by_tokens, half)
 
 
-# log-probabilities
+# parts
 
 
-def log_probabilities(
-    model: Any,
-    unwrapped: PeftModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion: int,
-    batch: MicroBatch | None,
-    pack_tokens: int,
-    temperature: float,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    has_entropy_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor, Measured]:
-    """Return the log-probabilities and entropies of completions, (B, C) each, and how their rows were packed.
+@dataclass(frozen=True)
+class Part:
+    """Hold the completions of a micro-batch that have a forward and a backward of their own.
 
-    ``input_ids`` and ``attention_mask`` are (B, P + C), with C = ``completion``. Rows that ``batch`` skips are not
-    computed, and ``fill_skipped``. Without ``batch`` nothing is skipped or measured. ``unwrapped`` is ``model`` without
-    a launcher's wrapper.
+    ``packed`` are their packed rows, or ``padded: (b,)`` are their rows in the batch. ``pending: (B,)``
+    marks the completions of later parts; it is None in the last one.
     """
-    ids, mask = input_ids.cpu(), attention_mask.cpu()
-    skipped = None if batch is None else batch.skipped
-    if skipped is not None:
-        mask[skipped.cpu(), -completion:] = 0
-    rows = pack(ids, mask, completion, pack_tokens, share_prompts=logprobs.shares_prompts(unwrapped))
-    shape = (len(input_ids), completion)
-    logps, entropies = logprobs.completion_logprobs(
-        model, unwrapped, rows, shape, temperature, autocast, has_entropy_gradient=has_entropy_gradient
-    )
-    if batch is None:
-        return logps, entropies, Measured()
-    packed: dict[str, Any] = {"packing/share": (sum(row.tokens.shape[1] for row in rows), input_ids.numel())}
-    if skipped is not None:
-        packed["packing/frac_zero_advantage"] = (skipped.sum(), len(skipped))
-    return *fill_skipped(logps, entropies, batch), Measured(packed)
+
+    packed: Sequence[PackedRow] = ()
+    padded: torch.Tensor | None = None
+    pending: torch.Tensor | None = None
+
+
+def packed_rows(
+    inputs: Mapping[str, torch.Tensor], batch: MicroBatch, pack_tokens: int, *, share_prompts: bool
+) -> tuple[list[PackedRow], Measured]:
+    """Pack the completions of TRL's micro-batch that are computed, and measure which share of it these are."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).cpu()
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).cpu()
+    completion = inputs["completion_ids"].shape[1]
+    measured: dict[str, Any] = {}
+    if batch.skipped is not None:
+        mask[batch.skipped.cpu(), -completion:] = 0
+        measured["packing/frac_zero_advantage"] = (batch.skipped.sum(), len(batch.skipped))
+    rows = pack(ids, mask, completion, pack_tokens, share_prompts=share_prompts)
+    measured["packing/share"] = (sum(row.tokens.shape[1] for row in rows), ids.numel())
+    return rows, Measured(measured)
+
+
+def padded_rows(inputs: Mapping[str, torch.Tensor], splits: bool) -> Sequence[torch.Tensor]:
+    """Return the rows of each part of a padded micro-batch, (b,) each: a single part unless it ``splits``."""
+    ids, width = inputs["prompt_ids"], inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
+    return torch.arange(len(ids), device=ids.device).split(padded_at_once(width) if splits else len(ids))
+
+
+def padded_at_once(width: int) -> int:
+    """Return how many padded rows of ``width`` tokens go through the model at a time."""
+    return max(1, FAST_TOKENS // width)
+
+
+def in_order(parts: Sequence[Part], shape: tuple[int, ...]) -> list[Part]:
+    """Return the ``parts`` of a micro-batch of (B, C) completions, each with what comes after it."""
+    pending, ordered = torch.zeros(shape[0], dtype=torch.bool), [parts[-1]]
+    for later, part in zip(parts[:0:-1], parts[-2::-1], strict=True):
+        rows = later.packed[0].places // shape[1] if later.padded is None else later.padded.cpu()
+        pending = pending.index_fill(0, rows, True)
+        ordered.append(replace(part, pending=pending))
+    return ordered[::-1]
+
+
+def fill_pending(logps: torch.Tensor, batch: MicroBatch, part: Part) -> torch.Tensor:
+    """Return ``logps: (B, C)`` with those from before the step, as constants, in the rows of later parts."""
+    if part.pending is None:
+        return logps
+    return torch.where(part.pending.to(logps.device)[:, None], batch.before(), logps)
+
+
+# rows with an advantage of 0
 
 
 def zero_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -185,10 +224,9 @@ def fill_skipped(logps: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch
     """
     if batch.skipped is None:
         return logps, entropies
-    before = batch.sampled if batch.old is None else batch.old
     computed, rows = batch.computed(), batch.skipped[:, None]
     mean = (entropies * computed).sum() / computed.sum()
-    return torch.where(rows, before.nan_to_num(nan=0.0), logps), torch.where(rows, mean, entropies)
+    return torch.where(rows, batch.before(), logps), torch.where(rows, mean, entropies)
 
 
 # importance weights

@@ -28,7 +28,14 @@ from qerl_recipes.memory.plan import Plan
 from qerl_recipes.memory.sizes import measure
 from qerl_recipes.model import families, shared
 from qerl_recipes.recipe import checks
-from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.configs import (
+    AS_FEW_AS_FIT,
+    AS_MANY_AS_FIT,
+    FAST_TOKENS,
+    GRPOConfig,
+    ModelConfig,
+    ScriptArguments,
+)
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.tasks import prompts, rewards
@@ -91,8 +98,9 @@ def make(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> P
 def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu: Gpu | None = None) -> Checked:
     """Refuse a recipe that cannot run as it is written; nothing has been loaded or written when this raises.
 
-    ``gpu`` is the GPU that the memory is planned for; None makes no plan. Replaces ``recompute_layers: -1`` in
-    ``training`` by the number that the plan settles on, or by None without one. Reading the data set may download it.
+    ``gpu`` is the GPU that the memory is planned for; None makes no plan. Replaces ``recompute_layers: -1`` and
+    ``pack_tokens: -1`` in ``training`` by the numbers that the plan settles on, or without one by None and FAST_TOKENS.
+    Reading the data set may download it.
 
     Raises ConfigError (a ValueError) with one line for each thing that is wrong. Such things are a key that cannot be
     honoured, an unknown reward, data set, schedule or engine, a missing column, or a checkpoint that does not fit the
@@ -304,10 +312,12 @@ def _read_rows(
             problems += _column_problems(split, rows, functions)
     needed = training.generation_batch_size // training.num_generations
     if len(train) < needed:
+        keys = "generation_batch_size"
+        if not training.splits_by_tokens:
+            keys = "per_device_train_batch_size, or gradient_accumulation_steps,"
         problems.append(
-            f"a rollout takes {needed} prompts and the data have {len(train)}; lower per_device_train_batch_size, or "
-            f"gradient_accumulation_steps, to at most {len(train) * training.num_generations} completions a rollout "
-            f"(now {training.generation_batch_size})"
+            f"a rollout takes {needed} prompts and the data have {len(train)}; lower {keys} to at most "
+            f"{len(train) * training.num_generations} completions a rollout (now {training.generation_batch_size})"
         )
     if evaluates and held_out is None:
         problems.append(
@@ -352,6 +362,8 @@ def _plan(
         plan.check()
     if training.recompute_layers == AS_FEW_AS_FIT:
         training.recompute_layers = None if plan is None else plan.checkpointed
+    if training.pack_tokens == AS_MANY_AS_FIT:
+        training.pack_tokens = FAST_TOKENS if plan is None else plan.pack_tokens
     return plan
 
 

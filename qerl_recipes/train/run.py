@@ -95,7 +95,8 @@ def _announce(checked: "Checked") -> None:
         print("torch sees no CUDA GPU: this runs on the CPU (use_cpu: true, bf16: false)", file=sys.stderr)
     print(adapter_line(checked.script, checked.model), file=sys.stderr)
     if checked.plan is not None:
-        print(f"memory plan: {checked.plan.line()}", file=sys.stderr)
+        choice = f", {checked.plan.choice()}" if checked.plan.choice() else ""
+        print(f"memory plan: {checked.plan.line()}{choice}", file=sys.stderr)
 
 
 def _print_next_commands(output_dir: Path, held_out: "Dataset | None") -> None:

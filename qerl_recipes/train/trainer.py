@@ -9,7 +9,7 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  5. rewards     TRL's ``_calculate_rewards``; the reward that dynamic sampling compares is kept in ``judged``
  6. advantages  TRL's ``_generate_and_score_completions``; dynamic sampling replaces groups without signal: ``_refill``
  7. importance  weights of trainer over engine, from the loss's own forward where possible: ``loss.weigh``
- 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``loss.log_probabilities``
+ 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows, part by part: ``compute_loss``
  9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
 10. record      a line of metrics.jsonl: ``on_step_end``; now and then a checkpoint: ``_save_checkpoint``
 
@@ -20,8 +20,8 @@ import copy
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,15 @@ from trl.extras.profiling import profiling_decorator
 
 from qerl_recipes.files.run_state import Run, recorded
 from qerl_recipes.hooks import LendsWeights, RolloutEngine, Snapshot, find
-from qerl_recipes.model import lora, norms
+from qerl_recipes.model import logprobs, lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
-from qerl_recipes.model.packing import even_micro_batches
+from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.tasks import rewards
 from qerl_recipes.train import checkpoints, divergence, dynamic_sampling, loss, metrics
+
+GATHERS = ("gather", "reduce")  # of accelerate, with which TRL's loss joins its metrics over the processes
 
 
 class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
@@ -65,6 +67,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
     vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
     _buffered_inputs: Any
     _logs: dict[str, Any]
+    _entropy_window_stats: Any
 
     def __init__(
         self,
@@ -134,6 +137,9 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         self._is_push_due, self._sampler = False, None
         self._trl_batch: dict[str, Any] = {}  # that of the loss being computed
         self._micro_batch: loss.MicroBatch | None = None  # the same as values; None outside a loss
+        self._part: loss.Part | None = None  # the part of it that is being computed
+        # log-probabilities and entropies of the parts before, 0 for other completions
+        self._known = torch.empty(0), torch.empty(0)
         self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress
         self._rollout_record: dict[str, float] = {}  # what each step's line says of its rollout
         self.metrics_file, self._silent = metrics.MetricsFile(args.output_dir), metrics.SilentRollouts(args)
@@ -167,13 +173,14 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Return TRL's micro-batch, after evening out the tokens per micro-batch where that cannot change the step."""
-        before = self._buffered_inputs
+        before, window = self._buffered_inputs, self.args.gradient_accumulation_steps
         inputs = super()._prepare_inputs(generation_batch)
         # a loss with a mean or a quantile over the tokens of one micro-batch would change
         per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
         is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
-        if self.loss_settings.pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
-            window, skips = self.args.gradient_accumulation_steps, self.loss_settings.skips_zero_advantage
+        is_new = self._buffered_inputs is not before
+        if self.loss_settings.pack_tokens and window > 1 and is_new and is_sum_over_rows:
+            skips = self.loss_settings.skips_zero_advantage
             self._buffered_inputs = even_micro_batches(self._buffered_inputs, window, skips_zero_advantage=skips)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
@@ -294,6 +301,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
     # 7 to 9: importance, loss, optimizer
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of TRL's micro-batch, of which the last part has yet to be differentiated."""
         for block in self._keeping:  # each rollout and the start of training turn checkpointing on in all blocks
             block.gradient_checkpointing = False
         if not self.model.training:
@@ -302,21 +310,58 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         batch = self._micro_batch = loss.MicroBatch.of(inputs, skips_zero_advantage=skips)
         self._trl_batch = dict(inputs)  # TRL reads the importance weights from it after the forward
         self._sums.add(loss.sampled_entropy(batch))
+        self._known = torch.zeros_like(batch.sampled), torch.zeros_like(batch.sampled)
         try:
             if batch.old is not None:  # the rollout serves several steps; these are from before the first
-                self._weigh(batch.old)
+                self._sums.add(self._weigh(batch.old))
+            *earlier, last = self._parts(inputs, batch)
+            for self._part in earlier:
+                with self._gradient_alone(model):
+                    self.accelerator.backward(super().compute_loss(model, self._trl_batch, *args, **kwargs))
+            self._part = last
             micro_loss = super().compute_loss(model, self._trl_batch, *args, **kwargs)
         finally:
-            self._micro_batch, self._trl_batch = None, {}
+            self._micro_batch, self._part, self._trl_batch = None, None, {}
         self._values.add(micro_loss, batch.computed_tokens())
         return micro_loss
 
-    def _weigh(self, logps: torch.Tensor) -> None:
-        """Give TRL's batch the importance weights that follow from the trainer's ``logps: (B, C)``."""
+    def _parts(self, inputs: dict[str, Any], batch: loss.MicroBatch) -> list[loss.Part]:
+        """Split TRL's micro-batch into parts; other processes may have another number."""
+        settings = self.loss_settings
+        if settings.pack_tokens:
+            shares = logprobs.shares_prompts(self.accelerator.unwrap_model(self.model))
+            rows, measured = loss.packed_rows(inputs, batch, settings.pack_tokens, share_prompts=shares)
+            self._sums.add(measured)
+            parts = [loss.Part(packed=[row]) for row in rows] if settings.splits else [loss.Part(packed=rows)]
+        else:
+            parts = [loss.Part(padded=rows) for rows in loss.padded_rows(inputs, settings.splits)]
+        return loss.in_order(parts, batch.mask.shape)
+
+    @contextmanager
+    def _gradient_alone(self, model: Any) -> Iterator[None]:
+        """Let TRL's loss of a part, and its backward, leave nothing but the gradient of this process."""
+        logged, entropy_window = self._metrics["train"], self._entropy_window_stats
+        accelerator, state = self.accelerator, self.accelerator.gradient_state
+        is_last_micro_batch = state.sync_gradients
+        self._metrics["train"] = defaultdict(list)
+        state._set_sync_gradients(False)  # TRL adapts its entropy coefficient where this is True
+        for name in GATHERS:  # for metrics, in as many parts as this process has
+            setattr(accelerator, name, lambda own, **_: own)
+        try:
+            with accelerator.no_sync(model):
+                yield
+        finally:
+            for name in GATHERS:
+                delattr(accelerator, name)
+            self._metrics["train"], self._entropy_window_stats = logged, entropy_window
+            state._set_sync_gradients(is_last_micro_batch)
+
+    def _weigh(self, logps: torch.Tensor) -> loss.Measured:
+        """Give TRL's batch the importance weights that follow from the trainer's ``logps: (B, C)``; measure them."""
         assert self._micro_batch is not None
         weights, measured = loss.weigh(logps, self._micro_batch, self.args)
         self._trl_batch["importance_sampling_ratio"] = weights
-        self._sums.add(measured)
+        return measured
 
     @profiling_decorator
     def _get_per_token_logps_and_entropies(
@@ -329,33 +374,67 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        arguments = (input_ids, attention_mask, logits_to_keep)
-        batch, half = self._micro_batch, self.loss_settings.half  # there is a batch in the loss's own forward alone
+        batch, part, half = self._micro_batch, self._part, self.loss_settings.half  # None outside of a loss's forward
         with nullcontext() if half is None or batch is None else half.first_watched():
-            if self.loss_settings.pack_tokens:
-                logps, entropies, measured = loss.log_probabilities(
-                    model,
-                    self.accelerator.unwrap_model(model),
-                    *arguments,
-                    batch,
-                    self.loss_settings.pack_tokens,
-                    self.temperature,
-                    self.accelerator.autocast if half is None else half.autocast,
-                    self._entropy_bonus_enabled,
-                )
-                self._sums.add(measured)
-                other_loss = None
-            else:  # accelerate has put bfloat16's autocast around the model
-                padded = super()._get_per_token_logps_and_entropies
-                with nullcontext() if half is None else half.autocast():
-                    logps, entropies, other_loss = padded(model, *arguments, batch_size, compute_entropy, **others)
-        if batch is not None:
+            forward = self._packed_forward if self.loss_settings.pack_tokens else self._padded_forward
+            arguments = (input_ids, attention_mask, logits_to_keep)
+            logps, entropies = forward(model, *arguments, batch_size, compute_entropy, **others)
+        if batch is not None and part is not None:
+            logps, entropies = logps + self._known[0], entropies + self._known[1]
+            self._known = logps.detach(), entropies.detach()
+            logps, entropies = loss.fill_skipped(logps, entropies, batch)
+            logps = loss.fill_pending(logps, batch, part)
             if half is not None:
                 logps, entropies = half.scaled(logps, entropies)
-            if batch.old is None:
-                self._weigh(logps.detach())
-            self._sums.add(loss.token_means(logps.detach(), entropies.detach(), batch, self.args))
-        return logps, entropies if compute_entropy else None, other_loss
+            compared = loss.Measured() if batch.old is not None else self._weigh(logps.detach())
+            if part.pending is None:
+                self._sums.add(compared)
+                self._sums.add(loss.token_means(logps.detach(), entropies.detach(), batch, self.args))
+        return logps, entropies if compute_entropy else None, None
+
+    def _packed_forward(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion: int, *_: Any, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and entropies, (B, C) each, of the part in progress or of all completions."""
+        unwrapped, half = self.accelerator.unwrap_model(model), self.loss_settings.half
+        if self._part is not None:
+            rows = list(self._part.packed)
+        else:
+            shares, size = logprobs.shares_prompts(unwrapped), self.loss_settings.pack_tokens
+            rows = pack(input_ids.cpu(), attention_mask.cpu(), completion, size, share_prompts=shares)
+        return logprobs.completion_logprobs(
+            model,
+            unwrapped,
+            rows,
+            (len(input_ids), completion),
+            self.temperature,
+            self.accelerator.autocast if half is None else half.autocast,
+            has_entropy_gradient=self._entropy_bonus_enabled,
+        )
+
+    def _padded_forward(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        completion: int,
+        batch_size: int | None,
+        compute_entropy: bool,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``_packed_forward`` does, by TRL's own forward; accelerate has put its autocast around it."""
+        half, padded = self.loss_settings.half, super()._get_per_token_logps_and_entropies
+        rows = None if self._part is None else self._part.padded
+        if batch_size is not None and self.loss_settings.splits:  # a rollout is scored, all of it in one call
+            batch_size = min(batch_size, loss.padded_at_once(input_ids.shape[1]))
+        if rows is not None:
+            input_ids, attention_mask = input_ids[rows], attention_mask[rows]
+        with nullcontext() if half is None else half.autocast():
+            values = padded(model, input_ids, attention_mask, completion, batch_size, compute_entropy, **others)[:2]
+        if rows is None:
+            return values
+        logps, entropies = (torch.zeros_like(self._known[0]).index_copy(0, rows, value) for value in values)
+        return logps, entropies
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)

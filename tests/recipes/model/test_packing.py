@@ -398,8 +398,8 @@ def test_processes_with_different_rows_agree_on_the_gradient(batch, make_nvfp4, 
 
 
 def test_a_budget_below_zero_is_refused():
-    with pytest.raises(ValueError, match="pack_tokens must be at least 1, or 0"):
-        GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, pack_tokens=-1)
+    with pytest.raises(ValueError, match="pack_tokens must be at least 1, 0 for padded batches or -1"):
+        GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, pack_tokens=-2)
 
 
 P, C = 7, 9  # columns of prompts and of completions

@@ -1,0 +1,133 @@
+"""Test that a step is the same however it is split into parts, each with a forward and a backward of its own."""
+
+import math
+
+import pytest
+import scripted_rollouts
+import torch
+from digit_rewards import digits_of_some
+
+from qerl_recipes.hooks import get_plugin_manager
+from qerl_recipes.train import loss
+
+COMPLETIONS = 16  # of a rollout: four groups
+WHOLE = {"per_device_train_batch_size": COMPLETIONS, "gradient_accumulation_steps": 1}
+
+
+@pytest.fixture
+def scripted():
+    """Let completions be scripted, with log-probabilities that are far from the trainer's."""
+    manager = get_plugin_manager()
+    manager.register(scripted_rollouts)
+    yield
+    manager.unregister(scripted_rollouts)
+
+
+@pytest.fixture
+def train(make_trainer, make_nvfp4, scripted, read_metrics, tmp_path):
+    """Return train(name, **settings) -> lines of metrics.jsonl, TRL's log, weights, and the forwards with a gradient.
+
+    A run is two steps in fp32. Forwards are numbers of tokens.
+    """
+
+    def run(name, **settings):
+        trainer = make_trainer(
+            make_nvfp4("qwen2"),
+            digits_of_some,
+            dtype=torch.float32,
+            output_dir=str(tmp_path / name),
+            **{"rollout_engine": scripted_rollouts.NAME, "max_steps": 2, "learning_rate": 1e-3, **settings},
+        )
+        forwards = []
+        trainer.model.get_base_model().model.register_forward_pre_hook(
+            lambda module, args, given: (
+                forwards.append(given["input_ids"].numel()) if torch.is_grad_enabled() else None
+            ),
+            with_kwargs=True,
+        )
+        trainer.train()
+        weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+        log = {k: v for entry in trainer.state.log_history if "loss" in entry for k, v in entry.items()}
+        return read_metrics(trainer), log, weights, forwards
+
+    return run
+
+
+def by_tokens(**settings):
+    """Return settings of a run that names its completions alone, so that the trainer splits its steps."""
+    unset = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
+    return {**unset, "generation_batch_size": COMPLETIONS, **settings}
+
+
+def assert_same(one, other):
+    """Compare the lines of metrics.jsonl, TRL's own figures and the weights of two runs.
+
+    The share of packed tokens may differ: a prompt is computed once a part.
+    """
+    for ours, theirs in zip(one[0], other[0], strict=True):
+        assert {**ours, "packed_share": 0} == pytest.approx({**theirs, "packed_share": 0}, rel=1e-3, abs=1e-6)
+    assert one[1].keys() == other[1].keys()
+    for name, theirs in other[1].items():
+        if not name.endswith(("step_time", "_tokens_per_s", "share")):
+            assert one[1][name] == pytest.approx(theirs, rel=1e-3, abs=1e-5, nan_ok=True), name
+    for name, weight in other[2].items():
+        torch.testing.assert_close(one[2][name], weight, rtol=0, atol=2e-5, msg=name)
+
+
+LOSSES = [
+    {"loss_type": "dapo", "epsilon_high": 0.28},
+    {"loss_type": "grpo", "skip_zero_advantage": False},
+    {"loss_type": "bnpo", "use_bias_correction_kl": True, "beta": 0.1},
+    {"loss_type": "dr_grpo", "vllm_importance_sampling_mode": "sequence_mask"},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "sapo"},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"loss_type": "vespo"},
+    {"loss_type": "grpo", "entropy_coef": 0.1, "off_policy_mask_threshold": 0.5},
+    {"loss_type": "dapo", "use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef": 0.1},
+    {"loss_type": "dapo", "dynamic_sampling": True, "dynamic_sampling_max_rounds": 1},
+    {"loss_type": "grpo", "num_iterations": 2, "max_steps": 3},
+]
+
+
+@pytest.mark.parametrize("settings", LOSSES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_a_step_is_the_same_whatever_its_parts(settings, train):
+    whole = train("whole", **WHOLE, **settings)
+    split = train("split", **by_tokens(pack_tokens=40), **settings)
+    assert_same(split, whole)
+    assert len(split[3]) > 2 * len(whole[3]) and max(split[3]) <= 40
+    assert any(line["grad_norm"] > 0 for line in whole[0])
+
+
+@pytest.mark.parametrize("pack_tokens", [1, 0])
+def test_single_rows_and_padded_rows_are_parts_too(pack_tokens, train, monkeypatch):
+    monkeypatch.setattr(loss, "FAST_TOKENS", 60)
+    settings = {"loss_type": "grpo", "max_completion_length": 12}
+    whole = train("whole", **WHOLE, pack_tokens=pack_tokens, **settings)
+    split = train("split", **by_tokens(pack_tokens=pack_tokens), **settings)
+    assert_same(split, whole)
+    assert max(split[3]) <= 60
+
+
+@pytest.mark.parametrize("parts", [40, 16384])
+def test_a_rollout_serves_several_steps(parts, train):
+    settings = {"loss_type": "grpo", "max_steps": 4}
+    by_trl = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    whole = train("whole", **by_trl, **settings)
+    split = train("split", **by_tokens(pack_tokens=parts, steps_per_generation=2), **settings)
+    assert_same(split, whole)
+    assert max(line["logp_staleness_mean"] for line in whole[0]) > 1e-4
+
+
+def test_a_part_that_comes_later_has_no_gradient_yet():
+    places = [torch.tensor([0, 1, 4]), torch.tensor([6, 7]), torch.tensor([9])]  # of completions of three tokens
+    parts = [loss.Part(packed=[type("Row", (), {"places": where})]) for where in places]
+    ordered = loss.in_order(parts, (4, 3))
+    pending = [None if part.pending is None else part.pending.tolist() for part in ordered]
+    assert pending == [[False, False, True, True], [False, False, False, True], None]
+    sampled = torch.tensor([[-1.0], [-2.0], [-3.0], [math.nan]])
+    batch = loss.MicroBatch(torch.ones(4, 1), sampled, torch.ones(4), torch.ones(4))
+    logps = torch.zeros(4, 1, requires_grad=True)
+    filled = loss.fill_pending(logps, batch, ordered[0])
+    filled.sum().backward()
+    assert filled.flatten().tolist() == [0, 0, -3, 0] and logps.grad.flatten().tolist() == [1, 1, 0, 0]
