@@ -25,9 +25,12 @@ NVFP4_32B_NO_NOISE = NVFP4_32B.with_name("nvfp4_lora.yaml")
 HOPPER, NO_HOPPER = Gpu(80 * GB, is_hopper=True), Gpu(80 * GB, is_hopper=False)
 
 
+BY_TRL = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "64"]
+
+
 def plan(path: Path, *flags: str, gpu: Gpu = HOPPER) -> Plan:
-    """Make a plan with all blocks recomputed, unless a flag says how many."""
-    settings = parse(["--config", str(path), *CPU, *flags])
+    """Make a plan of micro-batches by TRL's keys, with all blocks recomputed, unless flags say otherwise."""
+    settings = parse(["--config", str(path), *CPU, *BY_TRL, *flags])
     if "--recompute_layers" not in flags:
         settings[1].recompute_layers = None
     return make(*settings, gpu=gpu)
@@ -255,7 +258,7 @@ def test_all_blocks_are_checkpointed_if_nothing_fits() -> None:
 
 def test_a_recipe_recomputes_as_few_blocks_as_fit() -> None:
     as_few = parse(["--config", str(NVFP4_32B), *CPU])
-    assert as_few[1].recompute_layers == -1
+    assert as_few[1].recompute_layers == as_few[1].pack_tokens == -1
     large = Gpu(200 * GB, is_hopper=True)
     small = Gpu(64 * GB, is_hopper=True)
     assert make(*as_few, gpu=small).checkpointed > make(*as_few, gpu=large).checkpointed == 0
@@ -296,8 +299,8 @@ def test_a_plan_is_what_a_run_took(file: Path) -> None:
 
 
 def tokens(*flags: str) -> str:
-    """Return the plan's detail about the activations of 8 sequences, for 4 prompts with 8 completions."""
-    sizes = "--num_generations 8 --per_device_train_batch_size 8 --gradient_accumulation_steps 4"
+    """Return the plan's detail about the activations of 8 sequences, for 8 prompts with 8 completions."""
+    sizes = "--num_generations 8 --per_device_train_batch_size 8 --gradient_accumulation_steps 8"
     lengths = "--max_prompt_length 256 --max_completion_length 1024 --vllm_max_model_length 1280"
     return part(plan(NVFP4_32B, *sizes.split(), *lengths.split(), *flags), "activations").detail
 
@@ -311,7 +314,7 @@ def test_a_shared_prompt_counts_once_a_packed_row() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--steps_per_generation", "8"],  # completions of a prompt fall into different steps
+        ["--gradient_accumulation_steps", "2"],  # completions of a prompt fall into different steps
         ["--loss_type", "bnpo"],
         ["--entropy_coef", "0.01"],
         ["--top_entropy_quantile", "0.5"],
@@ -371,9 +374,72 @@ def test_what_is_at_work_follows_from_arm_and_checkpointing(
         return at_work(size, batch, block, **options)
 
     monkeypatch.setattr(estimates, "at_work", noted)
-    planned = plan(NVFP4_32B, "--per_device_train_batch_size", "3", "--pack_tokens", "0", *flags)
+    planned = plan(NVFP4_32B, "--per_device_train_batch_size", "4", "--pack_tokens", "0", *flags)
     batch = calls[0].pop("batch")
     assert calls == [{**expected, "itemsize": 2}]
-    assert (batch.rows, batch.length, batch.tokens, batch.scored) == (3, 2560, 3 * 2560, 3 * 2048)
+    assert (batch.rows, batch.length, batch.tokens, batch.scored) == (4, 2560, 4 * 2560, 4 * 2048)
     expected_detail = "hidden states" if expected["checkpointing"] else "all of 64 blocks"
-    assert part(planned, "activations").detail.startswith(f"{expected_detail} of 7680 tokens")
+    assert part(planned, "activations").detail.startswith(f"{expected_detail} of 10240 tokens")
+
+
+# steps that are split by tokens
+
+NVFP4_14B = RECIPES / "Qwen2.5-14B-Instruct/grpo/nvfp4_lora.yaml"  # sequences have up to 2560 tokens
+
+
+def split(path: Path, *flags: str, memory: int = 80) -> Plan:
+    return make(*parse(["--config", str(path), *CPU, *flags]), gpu=Gpu(memory * GB, is_hopper=True))
+
+
+def test_rows_shrink_before_blocks_are_recomputed() -> None:
+    """Give one model ever less memory."""
+    made = [split(NVFP4_14B, memory=memory) for memory in (300, 141, 80)]
+    most, fitting, fast, least = *made, split(NVFP4_14B, "--vllm_gpu_memory_utilization", "0.82", memory=48)
+    assert (most.pack_tokens, most.checkpointed) == (16384, 0) and "more would be no faster" in most.choice()
+    assert 5120 < fitting.pack_tokens < 16384 and "(the most that fit), no block recomputed" in fitting.choice()
+    assert fast.pack_tokens == 5120 and 0 < fast.checkpointed < 48, "two of the longest sequences fill a row"
+    assert f"5,120 tokens (enough to be fast), {fast.checkpointed} of 48 blocks" in fast.choice()
+    assert 2560 < least.pack_tokens < 4096 and least.checkpointed == 48
+    assert verdict(fast).startswith(f"80.0 GB: it fits {fast.choice()}, with ")
+    assert all(plan.peak <= 0.97 * plan.gpu.memory for plan in (most, fitting, fast, least))
+
+
+def test_a_key_that_is_set_is_left_as_it_is() -> None:
+    tokens = split(NVFP4_14B, "--pack_tokens", "8192")
+    assert tokens.pack_tokens == 8192 and 0 < tokens.checkpointed < 48
+    blocks = split(NVFP4_14B, "--recompute_layers", "48")
+    assert blocks.checkpointed == 48 and blocks.pack_tokens == 16384
+    kept = split(NVFP4_14B, "--gradient_checkpointing", "false")
+    assert kept.checkpointed == 0 and kept.pack_tokens < 5120, "rows become shorter where no block may be recomputed"
+
+
+def test_a_part_is_a_row_however_many_completions_a_step_has() -> None:
+    few, many = (split(NVFP4_14B, "--generation_batch_size", str(size)) for size in (16, 256))
+    assert (few.pack_tokens, few.checkpointed) == (many.pack_tokens, many.checkpointed)
+    one = split(NVFP4_14B, "--generation_batch_size", "8", "--max_completion_length", "64", "--pack_tokens", "16384")
+    assert f"of {8 * (512 + 64)} tokens" in part(one, "activations").detail, "a step has no more"
+    long = split(NVFP4_14B, "--max_completion_length", "20000", memory=141)
+    assert long.pack_tokens == 20512, "the longest sequence has a row of its own"
+
+
+def test_keys_and_values_of_shared_prompts_are_counted_at_their_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a row of short completions, each of which attends to a copy of its prompt's keys and values."""
+    attended: list[float] = []
+    saved = estimates.saved_in_a_block
+    monkeypatch.setattr(estimates, "saved_in_a_block", lambda *a, **k: attended.append(k["attended"]) or saved(*a, **k))
+    split(NVFP4_14B, "--pack_tokens", "8192", "--recompute_layers", "0")
+    split(NVFP4_14B, "--pack_tokens", "8192", "--recompute_layers", "0", "--generation_batch_size", "16")
+    assert attended == [8 * 513 / 520, 16 * 2560 / 8192]  # a group of single tokens; all that a step has
+
+
+def test_padded_rows_go_through_the_model_a_few_at_a_time() -> None:
+    padded = split(NVFP4_14B, "--pack_tokens", "0")
+    assert "of 2560 tokens" in part(padded, "activations").detail
+    short = split(NVFP4_14B, "--pack_tokens", "0", "--max_completion_length", "512")
+    assert "of 4096 tokens" in part(short, "activations").detail
+
+
+def test_a_quantile_over_a_micro_batch_keeps_it_whole() -> None:
+    whole = split(NVFP4_14B, "--top_entropy_quantile", "0.5")
+    packed = 8 * (8 * 2048 + 2 * 512)  # a row of 16,384 tokens holds seven completions of a group, the next one
+    assert f"of {packed} tokens, prompts of a group once" in part(whole, "activations").detail and not whole.fits

@@ -16,6 +16,7 @@ from datasets import Dataset
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
+from qerl_recipes.files.run_state import recorded
 from qerl_recipes.machine import gpu as machine_gpu
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.memory import table as memory_table
@@ -58,7 +59,7 @@ def doctor(*flags: str) -> Any:
 def test_the_doctor_prints_a_recipes_plan_with_overrides() -> None:
     result = doctor("--recipe", str(NVFP4_32B), "--gpu_memory", "80", "--lora_r", "64")
     assert result.exit_code == 0
-    for word in ("engine's weights", "KV cache", "activations", "rank 64", "80.0 GB: it fits, with"):
+    for word in ("engine's weights", "KV cache", "activations", "rank 64", "80.0 GB: it fits in rows of"):
         assert word in result.output
 
 
@@ -116,25 +117,31 @@ def test_a_run_starts_with_its_plan_in_one_line(
     flags += ["--optim", "adamw_torch", "--use_cpu"]
     with pytest.raises(Started):
         train.main([*flags, "false", "--bf16", "false"])
-    assert re.search(r"^memory plan: \d+\.\d GB of 80\.0 GB \(", capsys.readouterr().err, re.MULTILINE)
+    line = r"^memory plan: \d+\.\d GB of 80\.0 GB \(.*\), in rows of 5,120 tokens \(enough to be fast\), \d+ of 64 "
+    assert re.search(line, capsys.readouterr().err, re.MULTILINE)
     with pytest.raises(Started):
         train.main([*flags, "true", "--bf16", "false"])
     assert "memory plan" not in capsys.readouterr().err
 
 
-def test_the_plan_settles_how_many_blocks_are_recomputed(reads_nothing: None) -> None:
+def test_the_plan_settles_tokens_of_a_row_and_blocks(reads_nothing: None) -> None:
     flags = ["--recompute_layers", "-1", "--vllm_enable_sleep_mode", "false", "--optim", "adamw_torch"]
     settings = parse(["--config", str(NVFP4_32B), *CPU, *flags])
     assert preflight.check(*settings).plan is None
     assert settings[1].recompute_layers is None, "a CPU has no plan, and all blocks are the default"
-    settings[1].recompute_layers = -1
+    assert settings[1].pack_tokens == 4096
+    settings[1].recompute_layers = settings[1].pack_tokens = -1
     planned = preflight.check(*settings, HOPPER).plan
     assert planned is not None and settings[1].recompute_layers == planned.checkpointed < 64
+    assert settings[1].pack_tokens == planned.pack_tokens == 5120
+    chosen = {"recompute_layers": planned.checkpointed, "pack_tokens": 5120}
+    assert chosen.items() <= recorded(*settings).items(), "a checkpoint says what was chosen"
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    settings = parse(["--config", str(NVFP4_7B), *CPU])
+    flags = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "32"]
+    settings = parse(["--config", str(NVFP4_7B), *CPU, *flags])
     return make(*settings, gpu=Gpu(48 * GB, is_hopper=False))
 
 

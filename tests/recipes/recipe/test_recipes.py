@@ -1,6 +1,5 @@
 """Test every recipe of the repository: that it can run, what it says of itself, and how recipes differ."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ import yaml
 from transformers.utils import is_bitsandbytes_available
 
 from qerl_recipes.recipe.checks import steps_per_rollout
-from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError, read_yaml
 from qerl_recipes.train.preflight import check
 
@@ -118,20 +117,18 @@ def test_the_paper_s_settings_are_its_table_4(kind):
     assert samples_updates_length == {"grpo": (8, 4, 4096), "dapo": (16, 1, 8192)}[kind]
 
 
-def test_a_paper_recipe_on_eight_gpus_as_its_header_says_makes_the_paper_s_batches():
-    """Check 128 completions a step and the paper's updates a rollout, from the flags that the header prints."""
+def test_a_paper_recipe_on_eight_gpus_as_its_header_says_makes_the_paper_s_batches(monkeypatch):
+    """Check 128 completions a step and the paper's updates a rollout, from the command that the header prints."""
+    monkeypatch.setattr(GRPOConfig, "world_size", 8)
     for path in RECIPES.glob("*/paper_*.yaml"):
-        head = path.read_text().partition("\n\n")[0]
-        command = re.search(r"accelerate launch (.*\\\n.*)", head)[1].replace("\\\n#", "").split()
-        flags = {name: value for name, value in itertools.pairwise(command) if name.startswith("--")}
-        recipe = RECIPES.parent / flags["--config"]
-        assert own(recipe)["extends"] == f"../{path.name}" and recipe.parts[-3] == path.parts[-2]
-        ranks, data = int(flags["--num_processes"]), content(recipe)
-        accumulation = int(flags["--gradient_accumulation_steps"])
-        per_rollout = data["per_device_train_batch_size"] * int(flags["--steps_per_generation"]) * ranks
-        assert (ranks, data["per_device_train_batch_size"] * accumulation * ranks) == (8, 128)
-        assert per_rollout // 128 == {"grpo": 4, "dapo": 1}[path.stem.split("_")[1]]
-        assert per_rollout % data["num_generations"] == 0
+        (command,) = re.findall(r"accelerate launch --num_processes 8 -m qerl_recipes.cli train (.*)", path.read_text())
+        flags = command.split()
+        recipe = RECIPES.parent / flags[1]
+        assert flags[0] == "--config" and own(recipe)["extends"] == f"../{path.name}"
+        _, training, _ = parse(["--config", str(recipe), *flags[2:], *CPU])
+        updates = {"grpo": 4, "dapo": 1}[path.stem.split("_")[1]]
+        assert training.per_device_train_batch_size * 8 == 128 and steps_per_rollout(training) == updates
+        assert training.splits_by_tokens and training.per_device_train_batch_size % training.num_generations == 0
 
 
 def says_what_it_was_run_on(path):
