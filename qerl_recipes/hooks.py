@@ -1,4 +1,6 @@
-"""Offer rewards, data sets, noise schedules and rollout engines by name: QeRL's own, and those of other packages.
+"""Offer what recipes name: rewards, data sets, tools, environments, noise schedules and rollout engines.
+
+QeRL's own are offered in the same way as those of other packages.
 
 A plugin is a module (or object) with functions of these names, marked ``@qerl_recipes.hooks.implementation``, and a
 setuptools entry point in the group ``qerl``:
@@ -24,8 +26,10 @@ from qerl_recipes.rollout.interface import StartEngine
 from qerl_recipes.tasks.answers import answer_block as answer_block  # for rewards; both need nothing but the
 from qerl_recipes.tasks.answers import text_of as text_of  # standard library, and TRL is not imported here
 from qerl_recipes.tasks.interface import DatasetLoader as DatasetLoader
+from qerl_recipes.tasks.interface import EnvironmentFactory as EnvironmentFactory
 from qerl_recipes.tasks.interface import Reward as Reward
 from qerl_recipes.tasks.interface import RewardFactory as RewardFactory
+from qerl_recipes.tasks.interface import ToolFactory as ToolFactory
 
 if TYPE_CHECKING:
     from qerl_recipes.recipe.configs import GRPOConfig
@@ -38,7 +42,7 @@ NoiseSchedule = Callable[[int, int, float, float, int], float]
 
 
 class Specifications:
-    """The specifications of the four hooks. A plugin implements those that it needs."""
+    """The specifications of the hooks. A plugin implements those that it needs."""
 
     @specification
     def qerl_rewards(self) -> Mapping[str, RewardFactory]:  # type: ignore[empty-body]
@@ -56,6 +60,20 @@ class Specifications:
 
         Both are ``datasets.Dataset`` with the columns that rewards read. The column that ``dataset_prompt_column``
         names, ``prompt`` by default, holds a text or a list of messages.
+        """
+
+    @specification
+    def qerl_tools(self) -> Mapping[str, ToolFactory]:  # type: ignore[empty-body]
+        """Return tool factories by name: ``factory(script) -> function``, or a list of functions.
+
+        A tool has types, and a docstring that describes each argument under ``Args:``.
+        """
+
+    @specification
+    def qerl_environments(self) -> Mapping[str, EnvironmentFactory]:  # type: ignore[empty-body]
+        """Return environments by name: ``factory(script) -> class``, which ``environment_kwargs`` are given to.
+
+        ``tasks.environments`` describes the class. It may be a function that makes an environment.
         """
 
     @specification
@@ -87,6 +105,21 @@ def qerl_datasets() -> Mapping[str, DatasetLoader]:
     from qerl_recipes.tasks.sources import LOADERS
 
     return LOADERS
+
+
+@implementation
+def qerl_tools() -> Mapping[str, ToolFactory]:
+    from qerl_recipes.tasks import sandbox
+    from qerl_recipes.tasks.calculator import calculator
+
+    return {"calculator": lambda script: calculator, "python": lambda script: sandbox.python}
+
+
+@implementation
+def qerl_environments() -> Mapping[str, EnvironmentFactory]:
+    from qerl_recipes.tasks.higher_lower import HigherLower
+
+    return {"higher_lower": lambda script: HigherLower}
 
 
 @implementation

@@ -58,6 +58,7 @@ def problems(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_dynamic_sampling(training),
         *_boundaries(training),
         *_lengths(script, training),
+        *_tools(script, training),
         *_generation(training),
         *_sampling(training),
         *_precision(training, model),
@@ -228,6 +229,27 @@ def _lengths(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
             f"max_prompt_length ({prompt}) + max_completion_length ({completion}) is {prompt + completion}, more than "
             f"vllm_max_model_length ({longest}), at which completions would be cut off; raise it or lower one of them"
         )
+
+
+def _tools(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
+    for key in ("max_tool_calling_iterations", "max_tool_tokens", "max_tool_seconds"):
+        if (value := getattr(training, key)) is not None and not value > 0:
+            yield f"{key} must be above 0, not {value}; null is no limit"
+    for_environments = ("environment_kwargs", "environment_python")
+    for_calls = ("max_tool_calling_iterations", "max_tool_tokens", "response_template")
+    needs = {key: "environments" for key in for_environments if getattr(script, key) is not None}
+    if not script.tools:
+        needs |= {key: "tools or environments" for key in for_calls if getattr(training, key) is not None}
+    if script.environments is None:
+        yield from (f"{key} has no effect without {other}; remove it" for key, other in needs.items())
+    if isinstance(script.environments, dict):
+        if not script.environments:
+            yield "environments names none; write {NAME: my_package.MyEnvironment}"
+        elif others := sorted(set(script.environment_kwargs or ()) - set(script.environments)):
+            yield (
+                f"environment_kwargs: {', '.join(others)} is not one of the environments: "
+                f"{', '.join(script.environments)}; with several, it is {{NAME: arguments}}"
+            )
 
 
 def _generation(training: GRPOConfig) -> Iterator[str]:

@@ -75,7 +75,10 @@ class ScriptArguments(trl.ScriptArguments):
     )
     reward_funcs: list[str] = field(
         default_factory=lambda: ["accuracy", "format", "tag_count"],
-        metadata={"help": "Rewards by name (built in or from a plugin) or by dotted path, such as my_package.reward."},
+        metadata={
+            "help": "Rewards by name (built in or from a plugin) or by dotted path, such as my_package.reward. With "
+            "environments the default is none."
+        },
     )
     cosine_min_value_wrong: float = field(default=0.0, metadata={"help": "cosine: wrong, shortest."})
     cosine_max_value_wrong: float = field(default=-0.5, metadata={"help": "cosine: wrong, longest."})
@@ -107,12 +110,36 @@ class ScriptArguments(trl.ScriptArguments):
         default=1, metadata={"help": "cf_code, ioi_code: tests of a program that run at a time; -1 is all."}
     )
     ioi_provider: str = field(default="piston", metadata={"help": "ioi_code: where programs run."})
+    tools: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Functions that completions may call, by name or by dotted path (my_package.multiply)."},
+    )
+    environments: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "An environment by name or by dotted path, such as my_package.Wordle or my_package:Wordle; or a "
+            "mapping {NAME: one of these}, whose NAMEs a column environment of the data names. Its methods are tools."
+        },
+    )
+    environment_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Arguments of the environment's class; with a mapping, {NAME: arguments}."}
+    )
+    environment_python: str | None = field(
+        default=None,
+        metadata={"help": "Interpreter in which environments run, such as VENV/bin/python; None is the trainer's own."},
+    )
+    rollout_func: str | None = field(
+        default=None, metadata={"help": "TRL's rollout_func(prompts, trainer) in place of the engine, by dotted path."}
+    )
     refused: list[str] = field(default_factory=list, init=False)  # set by parse: refusals of keys that are no fields
     is_without_gpu: bool = field(default=False, init=False)  # set by parse: did the machine decide use_cpu?
 
     def __post_init__(self) -> None:
         self.dataset_mixture = _mapping("dataset_mixture", self.dataset_mixture)
         self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
+        if not isinstance(self.environments, str) or self.environments.startswith("{"):
+            self.environments = _mapping("environments", self.environments)
+        self.environment_kwargs = _mapping("environment_kwargs", self.environment_kwargs)
         self.system_prompt = self.system_prompt or None  # so that the flag --system_prompt "" removes a recipe's
         for name in ("dataset_size", "max_prompt_length"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -156,7 +183,7 @@ class _Batches(NamedTuple):
 class GRPOConfig(trl.GRPOConfig):
     """Extend TRL's configuration of GRPO and DAPO by the weight format, the noise, dynamic sampling and packed rows."""
 
-    _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS
+    _VALID_DICT_FIELDS = (*trl.GRPOConfig._VALID_DICT_FIELDS, "response_template")
 
     quantization: str = field(
         default="qerl_nvfp4",
@@ -259,9 +286,25 @@ class GRPOConfig(trl.GRPOConfig):
         },
     )
     rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
+    max_tool_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens of what one call of a tool returns; the rest is cut off. None: a text that does not "
+            "fit ends the episode, as in TRL."
+        },
+    )
+    max_tool_seconds: float | None = field(
+        default=60.0,
+        metadata={"help": "Seconds after which a tool is stopped; the policy reads that it was. None: no limit."},
+    )
     chat_template: str | None = field(
         default=None, metadata={"help": "Chat template in place of the model's: Jinja text or a file."}
     )
+    response_template: dict | str | None = field(
+        default=None,
+        metadata={"help": "transformers' response_template, which finds tool calls in a completion. None is TRL's for "
+                  "the chat template, or the tokenizer's own."},
+    )  # fmt: skip
     wandb_entity: str | None = field(default=None, metadata={"help": "Weights & Biases entity."})
     wandb_project: str | None = field(default=None, metadata={"help": "Weights & Biases project."})
     wandb_run_group: str | None = field(default=None, metadata={"help": "Weights & Biases group."})
@@ -556,6 +599,8 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
         listed = ", ".join(f"{key} was {old}, is {getattr(training, key)}" for key, old in changed.items())
         warnings.warn(f"{path} is of an earlier TRL, and defaults have changed since: {listed}", stacklevel=2)
     model.names_adapter = any(key.startswith(("lora_", "use_peft", "use_rslora")) for key in set_keys)
+    if script.environments is not None and "reward_funcs" not in set_keys:
+        script.reward_funcs = []  # an environment scores by itself; the default rewards are for mathematics
     if training.vllm_max_model_length is None and script.max_prompt_length is not None:
         training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
     return script, training, model

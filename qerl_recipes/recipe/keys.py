@@ -115,10 +115,7 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "transformers_continuous_batching_config": (None,),
         "use_transformers_paged": (False,),
     },
-    "the policy reads text only, and answers in one turn without tools; remove the key": {
-        "max_tool_calling_iterations": (None,),
-        "log_multimodal": (True,),
-    },
+    "the policy reads text only; remove the key": {"log_multimodal": (True,)},
     "the loss is computed from rewards, which read all columns of the data, and not from labels; remove the key": {
         "remove_unused_columns": (False,),
         "label_names": (None,),
@@ -192,6 +189,10 @@ _HONOURED = {
     cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
     repetition_max_penalty code_language max_completion_len soft_punish_cache code_provider e2b_router_url
     morph_router_url parallel_code_exec_per_proc code_eval_scoring_mode code_eval_test_batch_size ioi_provider
+    """,
+    "tools and environments": """
+    tools environments environment_kwargs environment_python rollout_func response_template
+    max_tool_calling_iterations max_tool_tokens max_tool_seconds
     """,
     "rollouts": """
     rollout_engine vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout

@@ -12,17 +12,31 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import blindness, problem_turn
+from qerl_recipes.tasks.environments import COLUMN, Interaction
 from qerl_recipes.tasks.interface import DatasetLoader
-from qerl_recipes.tasks.sources import GENERATED, Splits, from_name, map_splits, mixture, rename
+from qerl_recipes.tasks.sources import (
+    GENERATED,
+    SPLIT_KEYS,
+    Splits,
+    from_name,
+    map_splits,
+    mixture,
+    refuse_unread,
+    rename,
+)
 
 logger = logging.getLogger(__name__)
 
+NOTHING = [{"role": "user", "content": ""}]  # TRL's prompt for an environment that has data of its own
+WITHOUT_CALLS = Interaction()
 
-def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader]) -> Splits:
+
+def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_lack_prompts: bool = False) -> Splits:
     """Return (train, held-out or None) with the column ``prompt``; no tokenizer is needed yet.
 
     ``loaders`` load the data sets that recipes know by name (``hooks.collect("qerl_datasets")``). Any other
-    ``dataset_name`` is a file, a folder or a hub id.
+    ``dataset_name`` is a file, a folder or a hub id. With ``may_lack_prompts``, data without a column for the prompt
+    get an empty one, to which the text of an environment is added.
 
     Raises ConfigError (a ValueError) for a data set, split or column that does not exist, an empty data set, and a
     malformed prompt. Warns if held-out problems are among the training problems.
@@ -39,6 +53,9 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader]) -> Split
         source = script.dataset_name
         train, held_out = loaders.get(source, from_name)(script)
     column = script.dataset_prompt_column or "prompt"
+    is_empty = may_lack_prompts and "prompt" == column not in train.column_names
+    if is_empty:
+        train, held_out = map_splits((train, held_out), lambda data: data.add_column("prompt", [NOTHING] * len(data)))
     train = rename(train, {column: "prompt"}, source, "set dataset_prompt_column")
     held_out = None if held_out is None else rename(held_out, {column: "prompt"}, source)
     if script.dataset_size is not None and source not in GENERATED:
@@ -55,6 +72,8 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader]) -> Split
         rows = range(1, len(train) + 1)
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")
+    if is_empty:
+        return train, held_out
     keys = set(_keys(train, script, _part(source, script.dataset_train_split), rows))
     if held_out is not None and (
         common := sum(key in keys for key in _keys(held_out, script, _part(source, script.dataset_test_split)))
@@ -67,6 +86,16 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader]) -> Split
             source,
         )
     return train, held_out
+
+
+def of_environment(script: ScriptArguments, count: int) -> Dataset:
+    """Return ``count`` empty prompts, to which an environment with data of its own adds its text.
+
+    Raises ConfigError for a key that says which problems of a data set to take.
+    """
+    keys = ("dataset_kwargs", "dataset_config", "dataset_size", "dataset_prompt_column", *SPLIT_KEYS)
+    refuse_unread(script, "an environment without dataset_name", *keys)
+    return Dataset.from_dict({"prompt": [NOTHING] * count})
 
 
 def _part(source: str, split: str) -> str:
@@ -117,10 +146,12 @@ def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
 
 
 def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model in ``folder``, with the recipe's chat template if it sets one."""
+    """Return the tokenizer of the model in ``folder``, with the recipe's templates if it sets them."""
     loaded = AutoTokenizer.from_pretrained(folder, **options)
     if training.chat_template is not None:
         loaded.chat_template = training.chat_template
+    if training.response_template is not None:
+        loaded.response_template = training.response_template
     return loaded
 
 
@@ -129,6 +160,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase,
     rows: Splits,
     template_options: Mapping[str, Any] | None = None,
+    interaction: Interaction = WITHOUT_CALLS,
 ) -> Splits:
     """Return (train, held-out or None) for the trainer, with ``prompt`` as a list of messages.
 
@@ -136,14 +168,14 @@ def load(
 
     A text prompt becomes the user's message after ``system_prompt``. It stays a text if the tokenizer has no chat
     template. Prompts with more than ``max_prompt_length`` tokens are left out. Tokens are counted as the rollout will
-    see them, with ``template_options``, the recipe's ``chat_template_kwargs``.
+    see them, with ``template_options``, the recipe's ``chat_template_kwargs``, and with the schemas of tools.
 
     Raises ConfigError for messages or a ``system_prompt`` without a chat template, and for a template that leaves out
     the problem.
     """
     options = template_options or {}
     conversations = map_splits(rows, lambda data: _conversational(data, script, tokenizer, options))
-    return map_splits(conversations, lambda data: _fitting(data, script, tokenizer, options))
+    return map_splits(conversations, lambda data: _fitting(data, script, tokenizer, options, interaction))
 
 
 def _conversational(
@@ -190,13 +222,29 @@ def ids(
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def counts(
+    data: Dataset, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], interaction: Interaction
+) -> list[int]:
+    """Return the number of tokens of each prompt; the text that an environment adds is not known yet."""
+    environments = data[COLUMN] if COLUMN in data.column_names else [None] * len(data)
+    if not interaction.has_calls():
+        return [len(ids(prompt, tokenizer, options)) for prompt in data["prompt"]]
+    schemas = {name: interaction.schemas(name) for name in set(environments)}
+    rows = zip(data["prompt"], environments, strict=True)
+    return [len(ids(prompt, tokenizer, {**options, "tools": schemas[name]})) for prompt, name in rows]
+
+
 def _fitting(
-    data: Dataset, script: ScriptArguments, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+    data: Dataset,
+    script: ScriptArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+    interaction: Interaction,
 ) -> Dataset:
     limit = script.max_prompt_length
     if limit is None:
         return data
-    fitting = [i for i, prompt in enumerate(data["prompt"]) if len(ids(prompt, tokenizer, options)) <= limit]
+    fitting = [i for i, count in enumerate(counts(data, tokenizer, options, interaction)) if count <= limit]
     if not fitting:
         raise ConfigError(f"no prompt has at most max_prompt_length = {limit} tokens; raise it")
     if len(fitting) < len(data):
@@ -212,13 +260,15 @@ def refuse_long_prompts(
     script: ScriptArguments,
     training: GRPOConfig,
     positions: int | None,
+    options: Mapping[str, Any] | None = None,
+    interaction: Interaction = WITHOUT_CALLS,
 ) -> None:
     """Raise ConfigError if prompts leave less than ``max_completion_length`` tokens of a sequence.
 
     vLLM would cut their completions off earlier. A prompt that leaves no room at all it would refuse in mid-run.
     ``data`` maps "training" and "held-out" to their problems. With ``max_prompt_length`` nothing is checked, since
     longer prompts are left out. ``positions`` is the length of the model's longest sequence; None if the engine
-    decides.
+    decides. ``options`` (the recipe's ``chat_template_kwargs`` by default) and ``interaction`` are those of ``load``.
     """
     key, limit = "vllm_max_model_length", training.vllm_max_model_length
     if limit is None:
@@ -226,12 +276,12 @@ def refuse_long_prompts(
     if limit is None or script.max_prompt_length is not None:
         return
     room = limit - training.max_completion_length
+    options = (training.chat_template_kwargs or {}) if options is None else options
     for name, problems in data.items():
-        options = training.chat_template_kwargs or {}
-        counts = [] if problems is None else [len(ids(prompt, tokenizer, options)) for prompt in problems["prompt"]]
-        if too_long := [count for count in counts if count > room]:
+        lengths = [] if problems is None else counts(problems, tokenizer, options, interaction)
+        if too_long := [count for count in lengths if count > room]:
             raise ConfigError(
-                f"{len(too_long)} of {len(counts)} {name} prompts have more than {room} tokens, the longest "
+                f"{len(too_long)} of {len(lengths)} {name} prompts have more than {room} tokens, the longest "
                 f"{max(too_long)}: beside them max_completion_length ({training.max_completion_length}) does not fit "
                 f"into {key} ({limit}), and completions would be cut off earlier. max_prompt_length: {room} leaves "
                 f"them out; or lower max_completion_length, or raise {key}"

@@ -9,7 +9,6 @@ Names and definitions are Open-R1's where it has them. Rewards that compare a ma
 out of the reward's mean.
 """
 
-import importlib
 import inspect
 import json
 import math
@@ -21,6 +20,7 @@ from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import answers, code_rewards, reasoning_gym, running_sum
 from qerl_recipes.tasks.answers import Completion, is_exactly, text_of
+from qerl_recipes.tasks.imported import imported
 from qerl_recipes.tasks.interface import Reward, RewardFactory
 from qerl_recipes.tasks.sources import EXAMPLE
 
@@ -271,21 +271,7 @@ def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFa
     A name is one of ``factories`` (``hooks.collect("qerl_rewards")``) or a dotted path (``my_package.my_reward``).
     Raises ConfigError (a ValueError) for a name that nothing defines, and for settings that a reward refuses.
     """
-    if name in factories:
-        reward = factories[name](script)
-    elif "." in name:
-        module, _, function = name.rpartition(".")
-        try:
-            reward = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"reward_funcs: {name} cannot be imported ({error}); its module must be on PYTHONPATH"
-            ) from error
-    else:
-        raise ConfigError(
-            f"reward_funcs: {name!r} is not one of the rewards: {', '.join(sorted(factories))}; plugins can add to "
-            "them; a function of your own goes by its dotted path"
-        )
+    reward = factories[name](script) if name in factories else imported("reward_funcs", name, "rewards", factories)
     if not callable(reward):
         raise ConfigError(f"reward_funcs: {name} is not a function but {reward!r}")
     return reward

@@ -38,7 +38,8 @@ from qerl_recipes.recipe.configs import (
 )
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
-from qerl_recipes.tasks import prompts, rewards
+from qerl_recipes.tasks import environments, prompts, rewards
+from qerl_recipes.tasks.environments import Interaction
 from qerl_recipes.train.checkpoints import is_finished
 from qerl_recipes.train.dynamic_sampling import TOTAL
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
@@ -58,8 +59,8 @@ class Checked:
     """Hold a recipe that passed ``check``, and what was read on the way.
 
     ``config`` is the model's config.json, None if it has yet to be downloaded. ``rows`` are the training and held-out
-    problems before they are tokenized. ``start`` is the adapter that training starts from, None for a new one. ``plan``
-    is the memory plan, None on a CPU.
+    problems before they are tokenized. ``interaction`` holds tools and environments. ``start`` is the adapter that
+    training starts from, None for a new one. ``plan`` is the memory plan, None on a CPU.
     """
 
     script: ScriptArguments
@@ -68,6 +69,7 @@ class Checked:
     config: Mapping[str, Any] | None
     rows: tuple[Dataset, Dataset | None]
     rewards: list[Reward]
+    interaction: Interaction
     start: AdapterFolder | None
     plan: Plan | None
 
@@ -117,14 +119,16 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     config = _known_config(model, problems)
     if config is not None:
         problems += families.misfits(config, script, training, model)
-    functions = _resolve_rewards(script, training, problems)
-    rows = _read_rows(script, training, functions, problems)
+    offered = collect("qerl_tools"), collect("qerl_environments")
+    interaction = environments.resolve(script, training, *offered, problems)
+    functions = _resolve_rewards(script, training, interaction, problems)
+    rows = _read_rows(script, training, functions, interaction, problems)
     if problems or rows is None:
         raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in problems))
     for line in checks.without_effect(training):
         warnings.warn(line, stacklevel=2)
     plan = _plan(script, training, model, config, gpu)
-    return Checked(script, training, model, config, rows, list(functions.values()), start, plan)
+    return Checked(script, training, model, config, rows, list(functions.values()), interaction, start, plan)
 
 
 def resume_point(checked: Checked) -> tuple[Path, State] | None:
@@ -167,7 +171,8 @@ def settle(checked: Checked, resume: tuple[Path, State] | None = None) -> Prefli
         if misfits := list(families.misfits(config, script, training, model)):
             raise ConfigError("\n".join(misfits))
     tokenizer = prompts.tokenizer(base, training, padding_side="left", truncation_side="left")
-    train, held_out = prompts.load(script, tokenizer, checked.rows, training.chat_template_kwargs)
+    options = environments.rendering(tokenizer, training, checked.interaction)
+    train, held_out = prompts.load(script, tokenizer, checked.rows, options, checked.interaction)
     base_name = base_model.written_name(name, model.model_revision, base)
     run = run_state.describe(training, base, train, base_name, None if start is None else start.sha256())
     recipe, adapter = recorded(script, training, model), get_peft_config(model)
@@ -187,7 +192,8 @@ def settle(checked: Checked, resume: tuple[Path, State] | None = None) -> Prefli
     elif held_out is not None and (line := uneven_evaluation(training, len(held_out))) is not None:
         warnings.warn(line, stacklevel=2)
     positions = families.most_positions(config)
-    prompts.refuse_long_prompts({"training": train, "held-out": held_out}, tokenizer, script, training, positions)
+    data = {"training": train, "held-out": held_out}
+    prompts.refuse_long_prompts(data, tokenizer, script, training, positions, options, checked.interaction)
     return Preflight(
         **{**vars(checked), "config": config},
         base=base,
@@ -267,11 +273,14 @@ def _known_config(model: ModelConfig, problems: list[str]) -> Mapping[str, Any] 
     return None
 
 
-def _resolve_rewards(script: ScriptArguments, training: GRPOConfig, problems: list[str]) -> dict[str, Reward]:
+def _resolve_rewards(
+    script: ScriptArguments, training: GRPOConfig, interaction: Interaction, problems: list[str]
+) -> dict[str, Reward]:
     """Return the reward functions by their names in the recipe; add to ``problems`` what is wrong with these keys."""
     names, weights = script.reward_funcs, training.reward_weights
-    if not names:
-        problems.append("reward_funcs is empty")
+    if not names and not interaction.rewards():
+        has_none = ", and no environment has a get_reward" if interaction.environments else ""
+        problems.append(f"reward_funcs is empty{has_none}")
     elif weights is not None and len(weights) != len(names):
         problems.append(
             f"reward_weights has {len(weights)} numbers for {len(names)} reward_funcs; give one each, as "
@@ -284,13 +293,14 @@ def _resolve_rewards(script: ScriptArguments, training: GRPOConfig, problems: li
         except ValueError as error:
             problems.append(str(error))
     own_names = [getattr(functions[name], "__name__", "") for name in names if name in functions]
+    own_names += interaction.rewards()
     if twice := sorted({name for name in own_names if own_names.count(name) > 1}):
         problems.append(
             f"reward_funcs: {', '.join(twice)} is the name of several, whose means would be mixed in "
             f"rewards/{twice[0]}/mean; list each once, and give functions of your own names (__name__) that differ"
         )
     metric = training.dynamic_sampling_metric
-    if metric not in (None, TOTAL, *own_names) and len(own_names) == len(names):
+    if metric not in (None, TOTAL, *own_names) and len(functions) == len(names):
         problems.append(
             f"dynamic_sampling_metric: {metric!r} is not one of the rewards: {', '.join([*own_names, TOTAL])}"
         )
@@ -298,11 +308,21 @@ def _resolve_rewards(script: ScriptArguments, training: GRPOConfig, problems: li
 
 
 def _read_rows(
-    script: ScriptArguments, training: GRPOConfig, functions: Mapping[str, Reward], problems: list[str]
+    script: ScriptArguments,
+    training: GRPOConfig,
+    functions: Mapping[str, Reward],
+    interaction: Interaction,
+    problems: list[str],
 ) -> tuple[Dataset, Dataset | None] | None:
     """Return the training and held-out problems of a recipe; add to ``problems`` what is wrong with them."""
+    is_owned = script.dataset_name is script.dataset_mixture is None and None in interaction.environments
     try:
-        train, held_out = prompts.read(script, collect("qerl_datasets"))
+        if is_owned:
+            needed = training.generation_batch_size // training.num_generations
+            train, held_out = prompts.of_environment(script, needed), None
+        else:
+            has_environments = bool(interaction.environments)
+            train, held_out = prompts.read(script, collect("qerl_datasets"), may_lack_prompts=has_environments)
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -310,6 +330,10 @@ def _read_rows(
     for split, rows in {"training": train, "held-out": held_out if evaluates else None}.items():
         if rows is not None:
             problems += _column_problems(split, rows, functions)
+            names = rows[environments.COLUMN] if environments.COLUMN in rows.column_names else ()
+            problems += environments.row_problems(interaction, split, rows.column_names, names)
+    if is_owned and training.max_steps < 1:
+        problems.append("an environment without dataset_name has no epochs; say how long to train with max_steps")
     needed = training.generation_batch_size // training.num_generations
     if len(train) < needed:
         keys = "generation_batch_size"

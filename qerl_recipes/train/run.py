@@ -157,6 +157,7 @@ def build(run: "Preflight") -> "QerlGRPOTrainer":
         processing_class=run.tokenizer,
         run=run.run,
         recipe=run.recorded,
+        **run.interaction.arguments(),
     )
 
 

@@ -1,0 +1,334 @@
+"""Find the tools and environments that a recipe names, and refuse what TRL could not use.
+
+An environment is TRL's: a class with ``reset(**row) -> str | None``, whose text is added to the prompt's last message.
+Its other public methods are tools. Tools have types and a docstring that describes each argument, from which the chat
+template tells the policy of them. ``get_reward() -> float | None`` scores an episode, and is optional.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.generation import PROBE
+from qerl_recipes.tasks.environment_process import in_its_own_interpreter
+from qerl_recipes.tasks.imported import imported
+from qerl_recipes.tasks.interface import Environment, EnvironmentFactory, Tool, ToolFactory
+from qerl_vllm_plugin.noise import seed_of
+
+COLUMN = "environment"  # the column that names a row's environment where there are several
+NOT_TOOLS = ("reset", "get_reward")
+DOCUMENTED = "give it types, and a docstring with a line for each argument under Args:"
+SEEDS = 2**31  # numpy and C libraries take no larger seed
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """Hold what completions interact with.
+
+    ``environments`` makes instances by the environment's name, which is None for the only one.
+    """
+
+    tools: Sequence[Tool] = ()
+    environments: "Mapping[str | None, Instances]" = field(default_factory=dict)
+    rollout_func: Callable[..., Mapping[str, Any]] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the trainer's arguments of these names, without those that the recipe does not set."""
+        factory = self.environments.get(None) or dict(self.environments)
+        found = {"tools": self.tools, "environment_factory": factory, "rollout_func": self.rollout_func}
+        return {name: value for name, value in found.items() if value}
+
+    def has_calls(self) -> bool:
+        """Return True if TRL will render and parse calls of tools."""
+        return bool(self.tools or self.environments)
+
+    def schemas(self, environment: str | None) -> list[Schema] | None:
+        """Return the schemas that TRL gives to the chat template in rows of this environment."""
+        instances = self.environments.get(environment)
+        tools = [*self.tools, *(() if instances is None else instances.methods)]
+        return [get_json_schema(tool) for tool in tools] or None
+
+    def rewards(self) -> list[str]:
+        """Return the names under which environments report rewards of their own, one for each class."""
+        kinds = {instances.kind for instances in self.environments.values()}
+        return sorted(kind.__name__ for kind in kinds if hasattr(kind, "get_reward"))
+
+
+class Instances:
+    """Make the instances of one environment; the first is made at once, to look at, and handed out first."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make, self._first = make, make()
+        self.kind, self.reset = type(self._first), self._first.reset
+        members = inspect.getmembers(self.kind, inspect.isfunction)
+        names = [name for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
+        self.methods = [getattr(self._first, name) for name in names]
+        self._is_first_out = False
+
+    def __call__(self) -> Environment:
+        if self._is_first_out:
+            return self._make()
+        self._is_first_out = True
+        return self._first
+
+
+def resolve(
+    script: ScriptArguments,
+    training: GRPOConfig,
+    tools: Mapping[str, ToolFactory],
+    environments: Mapping[str, EnvironmentFactory],
+    problems: list[str],
+) -> Interaction:
+    """Return what the recipe's keys name; add to ``problems`` what is wrong with them.
+
+    A tool or environment is one that a plugin offers by name, or a dotted path. Environments are made once each.
+    """
+    functions = [function for name in script.tools for function in _tools(name, script, tools, problems)]
+    named = script.environments if isinstance(script.environments, dict) else {None: script.environments}
+    found = {}
+    for name, path in named.items():
+        if path is not None and (made := _instances(name, path, script, training, environments, problems)) is not None:
+            found[name] = made
+    interaction = Interaction(functions, found, _rollout_func(script, problems))
+    problems += _schema_problems(interaction)
+    return interaction
+
+
+def _tools(
+    name: str, script: ScriptArguments, offered: Mapping[str, ToolFactory], problems: list[str]
+) -> Iterator[Tool]:
+    try:
+        found = offered[name](script) if name in offered else imported("tools", name, "tools", offered)
+    except ValueError as error:
+        problems.append(str(error))
+        return
+    for tool in found if isinstance(found, Sequence) else [found]:
+        if inspect.isfunction(tool) or inspect.ismethod(tool):
+            yield tool
+        else:
+            problems.append(f"tools: {name} is not a function but {tool!r}")
+
+
+def _instances(
+    name: str | None,
+    path: Any,
+    script: ScriptArguments,
+    training: GRPOConfig,
+    offered: Mapping[str, EnvironmentFactory],
+    problems: list[str],
+) -> Instances | None:
+    """Return the instances of one environment; None if they cannot be had, which ``problems`` then says."""
+    options: Any = script.environment_kwargs or {}
+    arguments: Any = options if name is None else options.get(name, {})
+    if not isinstance(path, str) or not isinstance(arguments, dict):
+        key, value = ("environments", path) if not isinstance(path, str) else ("environment_kwargs", arguments)
+        problems.append(f"{key}: {name} has {value!r}; write {{NAME: my_package.MyEnvironment}} and {{NAME: {{...}}}}")
+        return None
+    try:
+        if script.environment_python is not None:
+            make = in_its_own_interpreter(script.environment_python, path, arguments, training.max_tool_seconds)
+        else:
+            kind = offered[path](script) if path in offered else imported("environments", path, "environments", offered)
+            if not callable(kind):
+                raise ConfigError(f"environments: {path} is not a class but {kind!r}")
+            make = functools.partial(kind, **arguments)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+    try:
+        instances = Instances(make)
+    except Exception as error:  # whatever its constructor raises, or that it has no reset
+        problems.append(f"environments: {path} cannot be made ({type(error).__name__}: {error})")
+        return None
+    if not inspect.isroutine(instances.reset) or inspect.iscoroutinefunction(instances.reset):
+        problems.append(f"environments: reset of {path} is no plain method, which TRL calls before each episode")
+        return None
+    return instances
+
+
+def _rollout_func(script: ScriptArguments, problems: list[str]) -> Callable[..., Mapping[str, Any]] | None:
+    if script.rollout_func is None:
+        return None
+    try:
+        function = imported("rollout_func", script.rollout_func)
+        inspect.signature(function).bind([], None)
+    except ConfigError as error:
+        problems.append(str(error))
+    except (TypeError, ValueError):
+        problems.append(f"rollout_func: {script.rollout_func} does not take (prompts, trainer), which TRL gives it")
+    else:
+        if not inspect.iscoroutinefunction(function):
+            return function
+        problems.append(f"rollout_func: {script.rollout_func} is async, and TRL does not await it")
+    return None
+
+
+def _schema_problems(interaction: Interaction) -> Iterator[str]:
+    """Yield a line for each tool that TRL could not describe, and for each name that two tools share."""
+    of_environments = [method for instances in interaction.environments.values() for method in instances.methods]
+    for tool in [*interaction.tools, *of_environments]:
+        try:
+            get_json_schema(tool)
+        except Exception as error:  # transformers' own errors, and NameError for a type that is not there
+            if inspect.ismethod(tool):
+                yield f"environments: {tool.__qualname__}: {error}; {DOCUMENTED}, or begin its name with _"
+            else:
+                yield f"tools: {tool.__qualname__}: {error}; {DOCUMENTED}"
+    for name, instances in interaction.environments.items() or {None: None}.items():
+        methods = [] if instances is None else instances.methods
+        names = [tool.__name__ for tool in (*interaction.tools, *methods)]
+        if twice := sorted({tool for tool in names if names.count(tool) > 1}):
+            where = "" if instances is None else f" with environment {name or instances.kind.__name__}"
+            yield f"tools: {', '.join(twice)} is the name of several{where}; each needs a name of its own"
+    kinds = {instances.kind for instances in interaction.environments.values()}
+    rewards = interaction.rewards()
+    if twice := sorted({name for name in rewards if rewards.count(name) > 1}):
+        yield (
+            f"environments: {', '.join(twice)} is the name of {len(kinds)} classes, whose rewards would be mixed; "
+            "rename one of them"
+        )
+
+
+def row_problems(interaction: Interaction, split: str, columns: Sequence[str], names: Iterable[Any]) -> Iterator[str]:
+    """Yield a line for each thing in the data that environments cannot take.
+
+    ``columns`` are those of the ``split``, and ``names`` the values of the column ``environment``.
+    """
+    if not interaction.environments:
+        return
+    if None not in interaction.environments:
+        known = ", ".join(sorted(map(str, interaction.environments)))
+        if COLUMN not in columns:
+            yield f"environments: the {split} data have no column {COLUMN}, which names one of {known} in each row"
+        elif others := sorted({str(name) for name in names if name not in interaction.environments}):
+            yield f"environments: the column {COLUMN} of the {split} data names {', '.join(others)}, not one of {known}"
+        columns = [column for column in columns if column != COLUMN]
+    takes = {}
+    for name, instances in interaction.environments.items():
+        where = f"environments: reset of {name or instances.kind.__name__}"
+        if accepts(instances.reset, columns):
+            takes[where] = accepts(instances.reset, [*columns, "seed"])
+        else:
+            taken = ", ".join(inspect.signature(instances.reset).parameters) or "none"
+            yield f"{where} gets the columns {', '.join(columns)}, and takes {taken}; write reset(self, **row)"
+    if "seed" not in columns and len(set(takes.values())) > 1:
+        without = next(where for where, takes_seed in takes.items() if not takes_seed)
+        yield f"{without} takes no seed, and that of another environment does; let all take it, or none"
+
+
+def accepts(function: Callable[..., Any], names: Iterable[str]) -> bool:
+    """Return True if ``function`` can be called with arguments of these names."""
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
+
+
+class Starts:
+    """Give the rows of a group the column ``seed``, so that their environments start alike, in a resumed run too."""
+
+    def __init__(self, run_seed: int) -> None:
+        self._run_seed = run_seed
+        self.open(0)
+
+    def open(self, rollout: int | str) -> None:
+        """Start the seeds of this rollout anew; that of an evaluation is "evaluation"."""
+        self._rollout, self._call = rollout, 0
+
+    def seeded(
+        self, rows: list[dict[str, Any]], resets: Iterable[Callable[..., Any]], first: int, group: int
+    ) -> list[dict[str, Any]]:
+        """Return this process's rows of the next batch, with seeds; the first of them is number ``first`` of all ranks.
+
+        ``group`` rows in a row belong to one prompt. The rows are returned as they are if they have a seed, or if one
+        of the environments' ``resets`` takes none.
+        """
+        columns = [column for column in rows[0] if column != COLUMN]
+        resets = list(resets)
+        if not resets or "seed" in columns or not all(accepts(reset, [*columns, "seed"]) for reset in resets):
+            return rows
+        key = (self._run_seed, "environment", self._rollout, self._call)
+        self._call += 1
+        return [{**row, "seed": seed_of(*key, (first + i) // group) % SEEDS} for i, row in enumerate(rows)]
+
+
+def rendering(tokenizer: PreTrainedTokenizerBase, training: GRPOConfig, interaction: Interaction) -> Mapping[str, Any]:
+    """Return the options with which TRL renders prompts: ``chat_template_kwargs``, and a template of its own.
+
+    Raises ConfigError if the chat template cannot render calls, or if nobody knows how to find them in a completion.
+    """
+    options = training.chat_template_kwargs or {}
+    if not interaction.has_calls():
+        return options
+    from trl.chat_template_utils import (
+        add_response_schema,
+        get_training_chat_template,
+        is_chat_template_prefix_preserving,
+        supports_tool_calling,
+    )
+
+    if not supports_tool_calling(tokenizer):
+        raise ConfigError(
+            "tools, environments: the model's chat template does not render calls of tools and their answers; give one "
+            "that does as chat_template (with a response_template that finds the calls), or use another model"
+        )
+    if getattr(tokenizer, "response_template", None) is None:
+        try:
+            add_response_schema(tokenizer)
+        except ValueError as error:
+            raise ConfigError(
+                "tools, environments: TRL does not know how calls are written in this chat template; give a "
+                "response_template, as transformers describes it under response parsing"
+            ) from error
+    if is_chat_template_prefix_preserving(tokenizer):
+        template = None
+    else:
+        try:
+            template = get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise ConfigError(
+                "tools, environments: the chat template renders earlier turns in another way when a tool has "
+                "answered, and TRL has no replacement for it; give one that does not as chat_template"
+            ) from error
+    if training.response_template is not None:
+        for environment in interaction.environments or [None]:
+            for schema in interaction.schemas(environment) or ():
+                _check_found(tokenizer, schema, {**options, "chat_template": template})
+    return {**options, "chat_template": template}
+
+
+def _check_found(tokenizer: PreTrainedTokenizerBase, schema: Schema, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ``response_template`` does not find a call that the chat template has rendered."""
+    function = schema["function"]
+    kinds = {name: parameter.get("type") for name, parameter in function["parameters"]["properties"].items()}
+    values = {"string": PROBE, "integer": int(PROBE)}  # others depend on how a template writes them
+    arguments = {name: values[kind] for name, kind in kinds.items() if kind in values}
+    call = {"name": function["name"], "arguments": arguments}
+    if len(arguments) < len(kinds):
+        return
+    asked = [{"role": "user", "content": PROBE}]
+    answered = [*asked, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}]
+    options = {"tools": [schema], "tokenize": False, **options}
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
+    whole = tokenizer.apply_chat_template(answered, **options)
+    if not whole.startswith(prompt):
+        return
+    try:
+        parsed = tokenizer.parse_response(whole[len(prompt) :], prefix=prompt, tools=[schema])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"response_template: {error}") from error
+    if [found.get("function") for found in parsed.get("tool_calls") or ()] != [call]:
+        raise ConfigError(
+            f"response_template finds {parsed.get('tool_calls')} in {whole[len(prompt) :]!r}, with which the chat "
+            f"template writes a call of {call['name']}; it should find {call}"
+        )
