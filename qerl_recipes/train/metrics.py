@@ -19,7 +19,12 @@ Two figures of a rollout are measured anew, because TRL 1.16 computes something 
   ``scale_rewards`` is ``batch``, or each reward is normalized before the sum, TRL looks at the deviation of the whole
   batch. Its figure is then 0 as soon as any two completions differ.
 * ``completion_clipped`` (TRL's ``completions/clipped_ratio``) is the share of completions that were cut off. TRL counts
-  all without an end-of-sequence token, even those ended by ``stop`` or ``stop_token_ids`` of ``generation_kwargs``.
+  all without an end-of-sequence token, even those ended by ``stop`` or ``stop_token_ids`` of ``generation_kwargs``. It
+  leaves out episodes whose tokens ran out with a call open, and which end with that call.
+
+With tools, a rollout's line also has the means of ``tool_calls`` and ``turns`` of an episode. ``tool_failures`` is the
+share of calls that failed, ``episodes_cut`` that of episodes whose tokens ran out with a call open, and
+``tool_seconds`` the main process's time in tools.
 """
 
 import json
@@ -43,6 +48,7 @@ from qerl_recipes.train.dynamic_sampling import TOTAL, informative_groups, judge
 
 HF_EVALUATION = "eval_"  # begins the names that transformers and TRL log of an evaluation
 ZERO_STD, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"  # TRL's names of the two figures above
+TURNS, CUT = "episodes/turns", "episodes/cut"
 
 # the names of a step's metrics in TRL's log -> in metrics.jsonl
 NAMES = {
@@ -58,6 +64,11 @@ NAMES = {
     loss.STALE_CLIPPED: "clip_ratio",
     "completions/mean_length": "completion_length",
     CLIPPED: "completion_clipped",
+    "tools/call_frequency": "tool_calls",
+    "tools/failure_frequency": "tool_failures",
+    "tool_seconds": "tool_seconds",
+    TURNS: "turns",
+    CUT: "episodes_cut",
     "dynamic_sampling/accepted_groups": "accepted_groups",
     "dynamic_sampling/dropped_groups": "dropped_groups",
     "dynamic_sampling/filled_groups": "filled_groups",
@@ -120,7 +131,8 @@ class StepSums:
 class StepValues:
     """Hold what the trainer notes during one optimizer step, in this process.
 
-    ``began`` is when the step began; ``rollout_seconds`` of its time went into generating and scoring. ``loss`` is the
+    ``began`` is when the step began. Of its time ``rollout_seconds`` went into generating and scoring, and
+    ``tool_seconds`` of those into tools. ``loss`` is the
     sum over its micro-batches, whose losses TRL has already divided by their number where that is needed; at the end it
     is the mean over all processes. ``tokens`` went through forward and backward. ``logged`` counts the values that each
     metric of TRL's log had before the step.
@@ -130,6 +142,7 @@ class StepValues:
     learning_rate: float = 0.0
     logged: Mapping[str, int] = field(default_factory=dict)
     rollout_seconds: float = 0.0
+    tool_seconds: float = 0.0
     loss: torch.Tensor | float = 0.0
     grad_norm: float = 0.0
     tokens: torch.Tensor | int = 0
@@ -200,13 +213,13 @@ def cut_off(
 ) -> torch.Tensor:
     """Mark the completions that neither an end token nor a stop of ``generation_kwargs`` has ended: (B,) bool.
 
-    ``ids`` and ``mask`` are (B, C). The mask is of whole completions: stops are refused together with
-    ``mask_truncated_completions``.
+    ``ids`` and ``mask`` are (B, C). The mask is 1 where the policy sampled the token. A completion without such a token
+    counts as cut off: ``mask_truncated_completions`` has left it out.
     """
     stop, stop_tokens = generation_kwargs.get("stop") or (), generation_kwargs.get("stop_token_ids") or ()
     texts, ends = [stop] if isinstance(stop, str) else stop, {*end_tokens, *stop_tokens}
     rows = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-    is_cut = [row[-1] not in ends and not any(text in decode(row) for text in texts) for row in rows]
+    is_cut = [not row or (row[-1] not in ends and not any(text in decode(row) for text in texts)) for row in rows]
     return torch.tensor(is_cut, device=ids.device)
 
 

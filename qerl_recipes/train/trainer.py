@@ -5,7 +5,8 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  1. prompts     TRL's sampler repeats each prompt num_generations times, shuffled by epoch: ``_get_train_sampler``
  2. policy      the engine takes over the adapter and the trained norms: ``_begin_rollout``, ``snapshot``
  3. noise       is drawn for this rollout in the engine and, if shared, in the trainer: ``_begin_rollout``
- 4. rollout     TRL's ``_generate`` gets completions and their log-probabilities from the engine
+ 4. rollout     TRL's ``_generate`` gets completions and their log-probabilities from the engine; with tools, the turns
+                after the first are those of ``train.turns``
  5. rewards     TRL's ``_calculate_rewards``; the reward that dynamic sampling compares is kept in ``judged``
  6. advantages  TRL's ``_generate_and_score_completions``; dynamic sampling replaces groups without signal: ``_refill``
  7. importance  weights of trainer over engine, from the loss's own forward where possible: ``loss.weigh``
@@ -42,13 +43,15 @@ from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.episodes import check_turns
 from qerl_recipes.tasks import rewards
 from qerl_recipes.train import checkpoints, divergence, dynamic_sampling, loss, metrics
+from qerl_recipes.train.turns import TurnsTrainer
 
 GATHERS = ("gather", "reduce")  # of accelerate, with which TRL's loss joins its metrics over the processes
 
 
-class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
+class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
     """Train the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
 
     It learns from completions that its own policy has sampled. ``noise_mode`` is one of four:
@@ -63,8 +66,6 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
     Where transformers' loop has no method to override, the trainer is its own callback (``on_step_end`` and others).
     """
 
-    args: GRPOConfig
-    vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
     _buffered_inputs: Any
     _logs: dict[str, Any]
     _entropy_window_stats: Any
@@ -72,9 +73,9 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
-        reward_funcs: Sequence[Callable[..., Sequence[float | None]]],
+        reward_funcs: Sequence[Callable[..., Sequence[float | None]]] | None,
         args: GRPOConfig,
-        train_dataset: Dataset,
+        train_dataset: Dataset | None,
         *,
         engine: RolloutEngine,
         run: Run,
@@ -83,13 +84,21 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         eval_dataset: Dataset | None = None,
         peft_config: PeftConfig | None = None,
         callbacks: list[TrainerCallback] | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+        rollout_func: Callable[[list[Any], GRPOTrainer], dict[str, Any]] | None = None,
     ) -> None:
         """Set up the trainer; ``train.preflight`` has refused combinations of ``args`` that cannot run.
 
         ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``engine`` serves
         the same base. ``run`` and ``recipe`` are what checkpoints record of the run and of its recipe; the default of
-        ``recipe`` is ``recorded(args)``.
+        ``recipe`` is ``recorded(args)``. ``tools``, ``environment_factory`` and ``rollout_func`` are TRL's; rewards and
+        data may be None where the environments have their own.
+
+        Raises ValueError for tools or environments that this engine or these prompts cannot take.
         """
+        if tools or environment_factory:
+            check_turns(engine, train_dataset)
         self.steps_per_rollout = steps_per_rollout(args)
         masters = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
         # with use_vllm TRL would start an engine of its own, which merges the adapter; NVFP4 weights cannot take it
@@ -97,13 +106,16 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         try:
             super().__init__(
                 model=model,
-                reward_funcs=list(reward_funcs),
+                reward_funcs=list(reward_funcs or ()),
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
                 peft_config=peft_config,
                 callbacks=callbacks,
+                tools=list(tools),
+                environment_factory=environment_factory,
+                rollout_func=rollout_func,
             )
         finally:
             args.use_vllm = True
@@ -131,7 +143,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self.judged, self.frac_reward_zero_std = torch.empty(0), 0.0
-        self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
+        self.stream = dynamic_sampling.PromptStream(len(self.train_dataset), args.seed)
         self.checkpoints = checkpoints.Checkpoints(run, recorded(args) if recipe is None else recipe, args)
         self._began, self._seconds_before, self._versions_before = time.monotonic(), 0.0, 0  # before a resume
         self._is_push_due, self._sampler = False, None
@@ -242,11 +254,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
             self.vllm_importance_sampling_correction = True
         logged = self._metrics["train" if self.model.training else "eval"]
         logged[metrics.ZERO_STD][-1] = self.frac_reward_zero_std
-        if metrics.has_stops(self.args.generation_kwargs or {}):
-            ends, completions = {*self.eos_token_ids, self._tokenizer.pad_token_id}, scored["completion_ids"]
-            stops = (ends, self._tokenizer.decode, self.args.generation_kwargs)
-            is_cut = self.accelerator.gather(metrics.cut_off(completions, scored["completion_mask"], *stops))
-            logged[metrics.CLIPPED][-1] = is_cut.float().mean().item()
+        self._note_ends(scored, logged)
         return scored
 
     def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -470,6 +478,8 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         seconds = time.perf_counter() - values.began
         if values.rollout_seconds:
             logged["rollout_tokens_per_s"].append(engine.tokens / max(engine.seconds, 1e-9))
+            if self.tools:
+                logged["tool_seconds"].append(values.tool_seconds)
         logged["train_tokens_per_s"].append(tokens / (seconds - values.rollout_seconds))
         if self.is_world_process_zero():
             new = {name: numbers[values.logged.get(name, 0) :] for name, numbers in logged.items()}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import calling
 import pytest
 import torch
 import yaml
@@ -81,9 +82,10 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def make_trainer(tmp_path: Path, light_engines: None) -> Iterator[Callable[..., Any]]:
     """Return a function that builds a QerlGRPOTrainer and shuts its engine down after the test.
 
-    Its parameters are (base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, attention, targets,
+    Its parameters are (base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, attention, targets, turns,
     **settings). ``reward`` may be a list of rewards. ``change`` is called with the loaded model. ``targets`` are the
-    modules that carry the adapter.
+    modules that carry the adapter. ``turns`` are arguments of the trainer, such as tools; with them the prompts are
+    conversations, and the tokenizer that of ``calling``.
     """
     with trainers(tmp_path / "run") as make:
         yield make
@@ -125,6 +127,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
         change: Callable[[Any], None] | None = None,
         attention: str | None = None,
         targets: str | list[str] = "all-linear",
+        turns: dict[str, Any] | None = None,
         **settings: Any,
     ) -> QerlGRPOTrainer:
         close()
@@ -140,8 +143,9 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading, "load", changed)
-            data = running_sum.training_set(rows, 0)
+            data = running_sum.training_set(rows, 0) if turns is None else calling.prompts(rows)
             start_hash = None if adapter is None else open_adapter(adapter).sha256()
+            arguments = {"train_dataset": data, **(turns or {})}
             trainer = assemble(
                 args,
                 base,
@@ -150,10 +154,10 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
                 dtype=dtype,
                 attn_implementation=attention,
                 reward_funcs=reward if isinstance(reward, list) else [reward],
-                train_dataset=data,
                 run=describe(args, base, data, start=start_hash),
                 eval_dataset=running_sum.training_set(8, 1) if args.eval_strategy != "no" else None,
-                processing_class=running_sum.tokenizer(),
+                processing_class=running_sum.tokenizer() if turns is None else calling.tokenizer(),
+                **arguments,
             )
         made.append(trainer)
         return trainer

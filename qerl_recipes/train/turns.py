@@ -1,0 +1,103 @@
+"""Let TRL's trainer take several turns on the rollout engine: with tools, environments, or a rollout function.
+
+TRL resets environments, tokenizes, takes the first turn and scores. The turns after the first are those of
+``rollout.episodes``.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.episodes import Episode, Player, for_trl, in_one_type
+from qerl_recipes.rollout.interface import RolloutEngine, TakesTurns
+from qerl_recipes.train import loss, metrics
+
+RolloutFunc = Callable[[list[Any], GRPOTrainer], dict[str, Any]]
+
+
+class TurnsTrainer(GRPOTrainer):
+    """Take all turns of a batch in one go of the engine, and measure the episodes."""
+
+    args: GRPOConfig
+    vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
+    _values: metrics.StepValues
+    _episodes: Sequence[Episode] = ()  # of the last batch
+
+    @property
+    def rollout_func(self) -> RolloutFunc | None:
+        """Return what TRL calls in place of its own turns; None if the user has given no function."""
+        return None if self._rollout_func is None else self._custom_rollout
+
+    @rollout_func.setter
+    def rollout_func(self, function: RolloutFunc | None) -> None:
+        self._rollout_func = function
+
+    def _custom_rollout(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        assert self._rollout_func is not None
+        output = self._rollout_func(prompts, trainer)
+        if not self.tools:
+            self._turns.close()
+        return output
+
+    @functools.cached_property
+    def _player(self) -> Player:
+        engine = self.vllm_generation
+        assert isinstance(engine, TakesTurns)  # check_turns has refused others
+        return Player(
+            engine,
+            self._tokenizer,
+            self._get_tool_suffix_ids,
+            most_tokens=self.max_completion_length,
+            most_turns=self.max_tool_calling_iterations,
+            tool_tokens=self.args.max_tool_tokens,
+            tool_seconds=self.args.max_tool_seconds,
+            loop=getattr(self, "async_loop", None),  # TRL starts one for async tools and rewards
+        )
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        # closed where the turns end, before TRL gathers: other processes of this engine may have turns left
+        with ExitStack() as self._turns:
+            if (self.tools or self.rollout_func is not None) and isinstance(self.vllm_generation, TakesTurns):
+                self._turns.enter_context(self.vllm_generation.episodes())
+            return super()._generate(prompts)
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *images: Any
+    ) -> tuple[Any, ...]:
+        tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
+        rows = zip(prompt_ids, completion_ids, logprobs, completions, tools, strict=True)
+        self._episodes = [Episode(*row) for row in rows]
+        self._values.tool_seconds += self._player.play(self._episodes)
+        self._turns.close()
+        if self.log_completions:
+            self._log_completion_extra("turns", [episode.table() for episode in self._episodes])
+        return for_trl(self._episodes)
+
+    def _note_ends(self, scored: dict[str, Any], logged: dict[str, list[float]]) -> None:
+        """Log turns and how many completions were cut off, which TRL cannot tell; mask those if the recipe says so.
+
+        ``scored`` is TRL's batch of completions, and ``logged`` are its metrics.
+        """
+        if not self.tools and not metrics.has_stops(self.args.generation_kwargs or {}):
+            return
+        ends, gather = {*self.eos_token_ids, self._tokenizer.pad_token_id}, self.accelerator.gather
+        stops = (ends, self._tokenizer.decode, self.args.generation_kwargs or {})
+        is_cut = metrics.cut_off(scored["completion_ids"], loss.mask_of(scored), *stops)
+        if self.tools:
+            ran_out = torch.tensor([episode.is_cut for episode in self._episodes], device=is_cut.device)
+            turns = torch.tensor([len(episode.turns) for episode in self._episodes], device=is_cut.device)
+            is_cut |= ran_out  # they end with a call and its end token
+            for name, values in ((metrics.TURNS, turns), (metrics.CUT, ran_out)):
+                logged[name].append(gather(values).float().mean().item())
+            if self.mask_truncated_completions:
+                scored["completion_mask"] = scored["completion_mask"] * ~is_cut[:, None]
+                scored["num_items_in_batch"] = gather(loss.mask_of(scored).sum()).sum()
+            table = self._logs["completion"]
+            self._logs["completion"] = deque(map(in_one_type, table), table.maxlen)
+        logged[metrics.CLIPPED][-1] = gather(is_cut).float().mean().item()

@@ -1,0 +1,242 @@
+"""Test how episodes are played: on an engine that follows a script, with tools of all kinds."""
+
+import asyncio
+import functools
+import threading
+import time
+import warnings
+from types import SimpleNamespace
+
+import calling
+import pytest
+
+from qerl_recipes.rollout import episodes
+from qerl_recipes.rollout.episodes import Episode, Player, as_text, in_one_type
+
+TOKENIZER = calling.tokenizer()
+MEGABYTES = "7" * 10_000_000
+
+
+class Scripted:
+    """Answer each turn with the next line of a script, as far as the turn's tokens reach."""
+
+    def __init__(self, *lines, longest=64):
+        self.longest, self.lines, self.asked = longest, list(lines), []
+
+    def turn(self, turns):
+        self.asked.append(turns)
+        said = [calling.ids(self.lines.pop(0))[: turn.most] for turn in turns]
+        return [(ids, [-1.5] * len(ids)) for ids in said]
+
+
+def suffix(messages):
+    return calling.ids("".join(f"<tool>{message['content']}" for message in messages) + "<assistant>")
+
+
+def episode(said, **tools):
+    """Return an episode whose first turn is ``said``."""
+    ids, prompt = calling.ids(said), calling.ids("<user>1+2=<assistant>")
+    message = episodes.parse_response(TOKENIZER, ids, prefix=prompt, tools=[calling.double])
+    documented = {name: functools.wraps(calling.double)(functools.partial(tool)) for name, tool in tools.items()}
+    return Episode(prompt, ids, [-1.0] * len(ids), [message], documented)
+
+
+def play(engine, *begun, tokens=48, turns=9, **limits):
+    player = Player(engine, TOKENIZER, limits.pop("suffix_ids", suffix), tokens, turns, **limits)
+    player.play(begun)
+    return player
+
+
+def written(one):
+    """Return the tokens of an episode, with those that it has only read in brackets."""
+    text, was_read = "", False
+    for token, is_sampled in zip(one.ids, one.mask, strict=True):
+        text += "[" if was_read == is_sampled == 0 else "]" if was_read and is_sampled else ""
+        was_read = not is_sampled
+        text += calling.VOCABULARY[token].replace("<assistant>", ">")
+    return text
+
+
+@pytest.fixture
+def loop():
+    """Run an event loop in a thread, as TRL does."""
+    made = asyncio.new_event_loop()
+    threading.Thread(target=made.run_forever, daemon=True).start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+
+
+def test_turns_go_on_until_nobody_calls():
+    engine = Scripted("8<eos>", "{double 3}<eos>", "9<eos>")
+    silent, once, twice = (episode(said, double=calling.double) for said in ("5", "{double 4}<eos>", "{double 2}<eos>"))
+    play(engine, silent, once, twice)
+    assert [[(turn.place, turn.number) for turn in turns] for turns in engine.asked] == [[(1, 1), (2, 1)], [(2, 2)]]
+    assert [len(one.turns) for one in (silent, once, twice)] == [1, 2, 3]
+    assert once.ids == calling.ids("{double 4}<eos><tool>8<assistant>8<eos>")
+    assert once.mask == [1, 1, 0, 0, 0, 1, 1] and once.logprobs == [-1.0, -1.0, 0.0, 0.0, 0.0, -1.5, -1.5]
+    assert [one["role"] for one in once.messages] == ["assistant", "tool", "assistant"]
+    assert once.messages[1] == {"role": "tool", "name": "double", "content": "8"}
+    assert twice.ids == calling.ids("{double 2}<eos><tool>4<assistant>{double 3}<eos><tool>6<assistant>9<eos>")
+    last = engine.asked[1][0]
+    assert last.tokens == twice.prompt + twice.ids[:-2] and last.most == 48 - (len(twice.ids) - 2)
+    assert twice.table() == "1: 2 tokens; double(number=2) -> 4\n2: 2 tokens; double(number=3) -> 6\n3: 2 tokens"
+
+
+@pytest.mark.parametrize(
+    ("limits", "added", "is_cut"),
+    [
+        ({"tokens": 5}, "[<tool>8>", True),  # exactly full: the answer stays, as in TRL, and nothing follows it
+        ({"tokens": 4}, "", True),  # the answer does not fit
+        ({"tokens": 6}, "[<tool>8>]7", False),  # one more token
+        ({"longest": 12}, "[<tool>8>]7", False),  # the prompt has 6
+        ({"longest": 11}, "", True),
+        ({"turns": 0}, "", False),  # the call is open, but not for want of tokens
+    ],
+)
+def test_an_episode_keeps_to_its_tokens(limits, added, is_cut):
+    engine = Scripted("77777", longest=limits.pop("longest", 64))
+    one = episode("{double 4}<eos>", double=calling.double)
+    play(engine, one, **limits)
+    assert written(one).partition("<eos>")[2] == added and one.is_cut == is_cut
+    roles = ["tool"] * bool(added) + ["assistant"] * added.endswith("7")
+    assert [message["role"] for message in one.messages] == ["assistant", *roles]
+    assert all(turn.most >= 1 for turns in engine.asked for turn in turns)
+    assert ("no tokens left" in one.table()) == (added == "" and is_cut)
+
+
+class Silent:
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raises(number):
+    raise KeyError("lost")
+
+
+def leaves(number):
+    raise SystemExit(3)
+
+
+def sleeps(number):
+    time.sleep(30)
+
+
+def never_gives_up(number):
+    while True:
+        try:
+            time.sleep(30)
+        except Exception:
+            continue
+
+
+async def sleeps_in_the_loop(number):
+    await asyncio.sleep(30)
+
+
+async def blocks_the_loop(number):
+    time.sleep(1)
+
+
+async def raises_in_the_loop(number):
+    raise KeyError("lost")
+
+
+async def leaves_the_loop(number):
+    raise SystemExit(3)
+
+
+STOPPED = "{'error': 'took longer than 0.1 s (max_tool_seconds) and was stopped'}"
+HOSTILE = {
+    "raises": (raises, """{'error': "'lost'"}""", True),
+    "exits": (leaves, "{'error': '3'}", True),
+    "hangs": (sleeps, STOPPED, True),
+    "hangs and catches all": (never_gives_up, STOPPED, True),
+    "async raises": (raises_in_the_loop, """{'error': "'lost'"}""", True),
+    "async exits": (leaves_the_loop, "{'error': '3'}", True),
+    "async hangs": (sleeps_in_the_loop, STOPPED, True),
+    "async blocks": (blocks_the_loop, STOPPED, True),
+    "10 MB": (lambda number: MEGABYTES, "7" * 5, False),
+    "10 MB of error": (lambda number: Silent.__str__(1) if number < 0 else int(MEGABYTES[:5000] + "x"), None, True),
+    "bytes": (lambda number: b"77", "77", False),
+    "other bytes": (lambda number: b"\xff", None, True),
+    "half a pair": (lambda number: "7\ud800", "7?", False),
+    "nothing": (lambda number: None, "None", False),
+    "list": (lambda number: [7], "[7]", False),
+    "blocks": (lambda number: [{"type": "text", "text": "7"}] * 2, "77", False),
+    "picture": (lambda number: [{"type": "image", "image": 1}], None, True),
+    "no text": (lambda number: Silent(), None, True),
+    "other parameters": (lambda: 7, None, True),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_whatever_a_tool_does_the_episode_goes_on(case, loop, monkeypatch):
+    tool, content, has_failed = HOSTILE[case]
+    monkeypatch.setattr(episodes, "GRACE", 0.1)
+    engine, one = Scripted("8<eos>", "8<eos>"), episode("{double 4}<eos>", double=tool)
+    began = time.monotonic()
+    limits = {"tool_tokens": 5 if content and not has_failed else None, "tool_seconds": 0.1, "loop": loop}
+    limits["suffix_ids"] = lambda messages: calling.ids("<tool>7<assistant>")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        player = play(engine, one, **limits)
+        again = episode("{double 4}<eos>", double=tool)
+        player.play([again])
+    assert time.monotonic() - began < 10 and (one.calls, one.failures, len(one.turns)) == (1, has_failed, 2)
+    answer = one.messages[1]["content"]
+    assert answer == content or (content is None and answer.startswith("{'error': "))
+    assert sum("tool double failed" in str(each.message) for each in said) == has_failed, "it is told once"
+
+
+def test_a_tools_timer_is_its_own(monkeypatch):
+    """Check that a tool may use the alarm that limits it, and that a test's own alarm is put back."""
+    import signal
+
+    def rings(number):
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(0.1)
+        return 7
+
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    one = episode("{double 4}<eos>", double=rings)
+    play(Scripted("8<eos>"), one, tool_seconds=5.0)
+    assert one.failures == 0 and one.messages[1]["content"] == "7"
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before
+
+
+def test_async_tools_of_all_episodes_run_at_once(loop):
+    async def waits(number):
+        await asyncio.sleep(0.3)
+        return number
+
+    begun = [episode("{double 1}{double 2}<eos>", double=waits) for _ in range(4)]
+    began = time.monotonic()
+    play(Scripted(*["8"] * 4), *begun, loop=loop)
+    assert time.monotonic() - began < 8 * 0.3 / 2
+    assert [[each["content"] for each in one.messages[1:3]] for one in begun] == [["1", "2"]] * 4
+
+
+def test_calls_that_nobody_can_answer_are_failures():
+    calls = [
+        {"type": "function", "function": {"name": "nobody", "arguments": {}}},
+        {"type": "custom", "name": "double"},
+        {"name": "double", "arguments": {"number": 4}},
+        {"type": "function", "function": {"name": "double", "arguments": "4"}},
+        {"type": "function", "function": {"name": "double", "arguments": {"number": 4}}},
+    ]
+    one = episode("5", double=calling.double)
+    one.messages[0]["tool_calls"] = calls
+    with pytest.warns(UserWarning, match="tool double failed"):
+        play(Scripted("8<eos>"), one, suffix_ids=lambda messages: calling.ids("<tool>7<assistant>"))
+    assert (one.calls, one.failures) == (5, 4)
+    assert [each["content"] for each in one.messages[1:6]][::4] == ["{'error': 'Tool nobody not found.'}", "8"]
+    flat = [call["function"]["arguments"] for call in in_one_type(one.messages)[0]["tool_calls"]]
+    assert flat == ["{}", '{"": null}', '{"number": 4}', '{"": "4"}', '{"number": 4}']
+    assert one.messages[0]["tool_calls"] is calls, "what rewards have seen stays"
+
+
+def test_a_text_has_at_most_its_tokens():
+    player = Player(SimpleNamespace(longest=8), TOKENIZER, suffix, 48, 9, tool_tokens=3)
+    assert [player._fitted(text) for text in ("123", "1234", "", "12ab34")] == ["123", "123", "", "12<unk>"]
+    assert as_text([]) == "[]" and as_text({"type": "text"}) == "{'type': 'text'}"

@@ -1,0 +1,286 @@
+"""Test training with tools, environments and rollout functions as TRL has them.
+
+The engine is scripted and follows from the history, so that TRL's own loop can be compared with ours.
+"""
+
+import copy
+import random
+from types import SimpleNamespace
+
+import calling
+import pandas as pd
+import pytest
+import scripted_rollouts
+import torch
+from datasets import Dataset
+from digit_rewards import digits
+from trl import GRPOTrainer
+
+from qerl_recipes.hooks import get_plugin_manager
+from qerl_recipes.rollout.interface import TakesTurns
+from qerl_recipes.train.turns import TurnsTrainer
+
+SCRIPTED = {"rollout_engine": scripted_rollouts.NAME, "dtype": torch.float32, "max_steps": 1}
+TOOLS = {"tools": [calling.double, calling.wait]}
+
+
+@pytest.fixture(autouse=True)
+def scripted():
+    """Register the scripted rollout engine in this process."""
+    manager = get_plugin_manager()
+    manager.register(scripted_rollouts)
+    yield
+    manager.unregister(scripted_rollouts)
+
+
+def drawn(tokens):
+    """Say a few tokens that follow from the history alone: digits and calls, up to an end."""
+    dice, choices = random.Random(str(tokens)), calling.ids("234{double 4}{double x}{nobody}{wait}")
+    return [*dice.choices(choices, k=dice.randint(0, 5)), 1]
+
+
+def in_turn(*lines):
+    """Return what says the first line in the first turn, the second in the second, and the last from then on."""
+
+    def say(tokens):
+        turn = tokens.count(calling.VOCABULARY.index("<assistant>")) - 1
+        return calling.ids(lines[min(turn, len(lines) - 1)])
+
+    return say
+
+
+@pytest.fixture
+def train(make_trainer, make_nvfp4, read_metrics):
+    """Return train(say, turns, reward, **settings), which trains a step; it returns the trainer and the lines."""
+
+    def run(say, turns=TOOLS, reward=digits, before=lambda trainer: None, **settings):
+        settings = {**SCRIPTED, "max_completion_length": 32, "vllm_max_model_length": 64, **settings}
+        trainer = make_trainer(make_nvfp4("qwen2"), reward, turns=turns, **settings)
+        trainer.vllm_generation.say = say
+        before(trainer)
+        trainer.train()
+        return trainer, read_metrics(trainer)
+
+    return run
+
+
+@pytest.mark.parametrize("tokens", [56, 9])
+@pytest.mark.parametrize("calls", [None, 2])
+def test_turns_are_those_of_trls_own_loop(calls, tokens, train, monkeypatch):
+    compared, ours = [], TurnsTrainer._tool_call_loop
+
+    def both(trainer, *given):
+        longest = SimpleNamespace(model_config=SimpleNamespace(max_model_len=trainer.vllm_generation.longest))
+        trainer.vllm_generation.llm = SimpleNamespace(llm_engine=longest)  # where TRL looks
+        expected = GRPOTrainer._tool_call_loop(trainer, *copy.deepcopy(given))
+        compared.append((ours(trainer, *given), expected))
+        return compared[-1][0]
+
+    monkeypatch.setattr(TurnsTrainer, "_tool_call_loop", both)
+    settings = {"max_tool_calling_iterations": calls, "max_completion_length": tokens, "vllm_max_model_length": 64}
+    trainer, records = train(drawn, per_device_train_batch_size=32, **settings)
+    ((found, expected),) = compared
+    assert found == expected and isinstance(trainer.vllm_generation, TakesTurns)
+    assert found[4] > found[5] > 0, "calls, and failed ones"
+    turns, cut = max(len(one.turns) for one in trainer._episodes), sum(one.is_cut for one in trainer._episodes)
+    assert cut and records[0]["episodes_cut"] == cut / 32
+    assert turns == 3 if tokens == 56 else turns == 2
+
+
+def test_a_step_counts_what_its_episodes_did(train):
+    trainer, (record,) = train(
+        in_turn("{double 4}{nobody}<eos>", "7<eos>"), log_completions=True, num_completions_to_print=1
+    )
+    expected = {"tool_calls": 2.0, "tool_failures": 0.5, "turns": 2.0, "episodes_cut": 0.0, "completion_clipped": 0.0}
+    assert {name: record[name] for name in expected} == expected and record["completion_length"] == 5.0
+    assert 0 < record["tool_seconds"] < 10
+    assert trainer.vllm_generation.tokens == 8 * 5
+    table = pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_00001.parquet")
+    assert table["turns"][0] == (
+        "1: 3 tokens; double(number=4) -> 8; nobody() -> {'error': 'Tool nobody not found.'}\n2: 2 tokens"
+    )
+    assert [message["role"] for message in table["completion"][0]] == ["assistant", "tool", "tool", "assistant"]
+    assert table["completion"][0][0]["tool_calls"][0]["function"]["arguments"] == '{"number": 4}'
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_an_episode_out_of_tokens_counts_as_cut(masks, train):
+    """Check that it is logged as cut off and left out of the loss, though it ends with a call and its end token."""
+    seen = []
+
+    def differs(completions, **columns):
+        return [float(i) for i in range(len(completions))]
+
+    def say(tokens):
+        return calling.ids("{double 4}<eos>" if sum(tokens) % 2 else "7<eos>")
+
+    def watch(trainer):
+        inner = trainer.compute_loss
+        trainer.compute_loss = lambda model, inputs, *rest, **more: (
+            seen.append((inputs["completion_mask"].sum(dim=1), inputs["num_items_in_batch"]))
+            or inner(model, inputs, *rest, **more)
+        )
+
+    settings = {"max_completion_length": 4, "mask_truncated_completions": masks}
+    trainer, (record,) = train(say, before=watch, reward=differs, **settings)
+    cut = [one.is_cut for one in trainer._episodes]
+    assert 0 < sum(cut) < 8 and record["episodes_cut"] == record["completion_clipped"] == sum(cut) / 8
+    ((tokens, items),) = seen
+    assert sorted(tokens.tolist()) == sorted(0 if masks and one else 2 for one in cut) and items == tokens.sum()
+
+
+def test_a_stop_string_in_a_tools_text_ends_nothing(train):
+    stops = {"generation_kwargs": {"stop": ["8"]}}
+    _, (record,) = train(in_turn("{double 4}<eos>", "7"), **stops)
+    assert record["completion_clipped"] == 1.0
+
+
+def test_a_rollout_has_one_policy_whatever_its_turns(train):
+    trainer, records = train(drawn, max_steps=2)
+    assert [record["adapter_version"] for record in records] == [1, 2] and trainer.vllm_generation.version == 2
+    assert len(trainer.vllm_generation.asked) > 2, "of several turns"
+
+
+@pytest.mark.parametrize("kind", ["plain", "dynamic sampling", "several steps"])
+def test_the_divisor_is_of_sampled_tokens(kind, train):
+    def differs(completions, **columns):
+        return [float(i) for i in range(len(completions))]
+
+    settings = {
+        "plain": {},
+        "dynamic sampling": {"dynamic_sampling": True, "dynamic_sampling_metric": "total"},
+        "several steps": {"steps_per_generation": 2, "per_device_train_batch_size": 4},
+    }[kind]
+    batches = []
+
+    def watch(trainer):
+        score = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: batches.append(score(inputs)) or batches[-1]
+
+    train(in_turn("{double 4}<eos>", "7<eos>"), before=watch, reward=differs, **settings)
+    (batch,) = batches
+    assert int(batch["num_items_in_batch"]) == 8 * 4 < int(batch["completion_mask"].sum()) == 8 * 7
+
+
+# environments
+
+
+class Silent:
+    """An environment without a reward and an observation."""
+
+    def reset(self, **row):
+        self.row = row
+
+    def double(self, number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: The number.
+        """
+        return 2 * number
+
+
+def walked(environments, **columns):
+    return [float(one.at) for one in environments]
+
+
+@pytest.mark.parametrize("reward", [None, [digits]], ids=["its own reward", "beside another"])
+def test_an_environment_is_reset_for_each_episode_and_may_own_its_reward(reward, train):
+    calling.Walk.made = 0
+    turns = {"environment_factory": calling.Walk}
+    trainer, records = train(in_turn("{move}{move}<eos>", "{move}<eos>", "7<eos>"), turns, reward or [], max_steps=2)
+    assert calling.Walk.made == len(trainer.environments) == 8, "instances are used again"
+    assert [one.resets for one in trainer.environments] == [2] * 8
+    assert {one.at for one in trainer.environments} == {6} and records[0]["rewards/Walk/mean"] == 6.0
+    assert records[0]["reward"] == 6.0 + records[0].get("rewards/digits/mean", 0.0)
+    assert set(trainer.environments[0].row) == {"prompt", "answer"}
+    prompts = [request.prompt for request in trainer.vllm_generation.asked[0]]
+    assert all(prompt[-2:] == calling.ids("7<assistant>") for prompt in prompts), "what reset returns is in the prompt"
+    assert records[0]["turns"] == 3.0 and records[0]["tool_calls"] == 3.0
+
+
+def test_an_environment_may_own_its_data(train):
+    turns = {"environment_factory": calling.Walk, "train_dataset": None}
+    trainer, records = train(in_turn("{move}<eos>", "7<eos>"), turns, [], max_steps=2)
+    assert [record["rewards/Walk/mean"] for record in records] == [2.0, 2.0]
+    assert len(trainer.train_dataset) == 2
+    (prompt,) = {tuple(request.prompt) for request in trainer.vllm_generation.asked[0]}
+    assert list(prompt[-3:]) == calling.ids("<user>7<assistant>"), "the prompt is what reset returns"
+
+
+def test_each_row_names_its_environment(train):
+    rows = calling.prompts(8)
+    rows = rows.add_column("environment", ["walk", "silent"] * 4)
+    turns = {"environment_factory": {"walk": calling.Walk, "silent": Silent}, "train_dataset": rows}
+    say = in_turn("{move}{double 4}<eos>", "7<eos>")
+    trainer, (record,) = train(say, turns, [digits], per_device_train_batch_size=32)
+    assert {type(one) for one in trainer.environments} == {calling.Walk, Silent}
+    assert record["rewards/Walk/mean"] == 2.0, "of its own episodes alone"
+    assert record["tool_failures"] == 0.5, "each has one of the two tools"
+
+
+@pytest.mark.parametrize(
+    ("turns", "settings", "text"),
+    [
+        ({"train_dataset": None}, {}, "`train_dataset` is required unless"),
+        ({"environment_factory": {"walk": calling.Walk}, "train_dataset": None}, {}, "requires a `train_dataset`"),
+        ({"environment_factory": calling.Walk, "train_dataset": None}, {"max_steps": -1}, "`max_steps` must be set"),
+        ({"environment_factory": Silent}, {"reward": []}, "No reward source"),
+        ({"environment_factory": SimpleNamespace}, {}, "must define a callable `reset`"),
+        ({**TOOLS, "train_dataset": Dataset.from_dict({"prompt": ["1+2="]})}, {}, "and these are texts; write each as"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(turns, settings, text, train):
+    with pytest.raises(ValueError, match=text):
+        train(drawn, turns, **settings)
+
+
+def test_a_row_of_an_unknown_environment_is_refused(train):
+    rows = calling.prompts(8).add_column("environment", ["swim"] * 8)
+    with pytest.raises(ValueError, match="environment='swim'"):
+        train(drawn, {"environment_factory": {"walk": calling.Walk}, "train_dataset": rows})
+
+
+def test_an_engine_of_one_turn_is_refused_by_name(train, monkeypatch):
+    monkeypatch.delattr(scripted_rollouts.SeededRollouts, "turn")
+    with pytest.raises(ValueError, match=r"engine ScriptedRollouts takes one .* use rollout_engine: vllm"):
+        train(drawn)
+
+
+# rollout functions
+
+
+def asks_twice(prompts, trainer):
+    ids = [calling.ids(f"<user>{prompt[0]['content']}<assistant>") for prompt in prompts]
+    _, first, logprobs, _ = trainer.vllm_generation.generate(ids, None, trainer.num_generations)
+    read = calling.ids("<tool>88<assistant>")
+    histories = [[*prompt, *said, *read] for prompt, said in zip(ids, first, strict=True)]
+    _, second, more, _ = trainer.vllm_generation.generate(histories, None, 1)
+    flat = [[[each[0] for each in row] for row in of] for of in (logprobs, more)]
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [[*a, *read, *b] for a, b in zip(first, second, strict=True)],
+        "logprobs": [[*a, *[0.0] * len(read), *b] for a, b in zip(*flat, strict=True)],
+        "env_mask": [[1] * len(a) + [0] * len(read) + [1] * len(b) for a, b in zip(first, second, strict=True)],
+        "steps": [2.0] * len(ids),
+    }
+
+
+def test_a_rollout_function_takes_the_place_of_the_turns(train):
+    def reward(completions, steps, **columns):
+        return steps
+
+    trainer, (record,) = train(in_turn("5<eos>", "66<eos>"), {"rollout_func": asks_twice}, reward)
+    assert record["reward"] == 2.0 and record["completion_length"] == 5.0 and "turns" not in record
+    first, second = trainer.vllm_generation.asked
+    seeds = [request.seed for request in [*first, *second]]
+    assert len(set(seeds)) == 16
+    trainer.vllm_generation.begin(0, None)
+    with trainer.vllm_generation.episodes():
+        again = trainer.vllm_generation._seeds.draw(0, 8, 4)
+        assert [*again, *(trainer.vllm_generation._seeds.of(place, 1) for place in range(8))] == seeds
+
+
+def test_a_rollout_function_that_leaves_something_out_is_refused(train):
+    with pytest.raises(ValueError, match=r"must return keys \['logprobs'\]"):
+        train(drawn, {"rollout_func": lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}})
