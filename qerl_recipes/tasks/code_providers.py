@@ -11,9 +11,9 @@ A judge raises an exception where its provider fails, which says nothing about t
 
 import inspect
 import json
+import math
 import os
 import queue
-import re
 import subprocess
 import sys
 import time
@@ -101,11 +101,29 @@ def judge_of(script: ScriptArguments) -> Judge:
     return providers[script.code_provider](script)
 
 
-def _local(script: ScriptArguments) -> Judge:
+def python_tool(script: ScriptArguments) -> Callable[[str], str]:
+    """Return the tool ``python``, with which a policy runs programs on this machine.
+
+    Raises ConfigError unless the recipe has ``code_provider: local``, or where programs cannot be limited here.
+    """
+    if script.code_provider != "local":
+        raise ConfigError(
+            f"the tool python runs programs on this machine, not with code_provider: {script.code_provider}; use "
+            "code_provider: local, whose limits are no isolation"
+        )
+    _check_limits()
+    return sandbox.python
+
+
+def _check_limits() -> None:
     try:
         sandbox.kind()
     except sandbox.SandboxError as error:
-        raise ConfigError(f"code_provider: {error}") from error
+        raise ConfigError(f"code_provider: local {error}") from error
+
+
+def _local(script: ScriptArguments) -> Judge:
+    _check_limits()
 
     def run(program: str, given: str, seconds: float) -> tuple[int, str] | None:
         outcome = sandbox.run(program, given, seconds=seconds, output_bytes=sandbox.DISK)
@@ -116,10 +134,13 @@ def _local(script: ScriptArguments) -> Judge:
 
 def _read_share(text: Any) -> float:
     """Return the share in the last line of what a script gave."""
-    lines = str(text or "").strip().splitlines()
-    if not lines or not re.fullmatch(r"[01](\.\d+)?(e-\d+)?", lines[-1]):
+    try:
+        share = float(str(text).strip().rpartition("\n")[2])
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
         raise ProviderError(f"the script gave no share of passed tests but {str(text)[-200:]!r}")
-    return float(lines[-1])
+    return share
 
 
 def _needed(variable: str, provider: str) -> str:
@@ -218,7 +239,9 @@ class Piston:
                 f"{who} needs the environment variable {ENDPOINTS}, the addresses of Piston servers, such as "
                 "http://127.0.0.1:2000/api/v2, separated by commas"
             )
-        self.places = len(addresses) * int(os.environ.get(REQUESTS, "1"))
+        if not (most := os.environ.get(REQUESTS, "1")).isdecimal() or most == "0":
+            raise ConfigError(f"{REQUESTS} must be a number of requests, at least 1, not {most!r}")
+        self.places = len(addresses) * int(most)
         self._free: queue.Queue[str] = queue.Queue()
         for place in range(self.places):
             self._free.put(addresses[place % len(addresses)])

@@ -123,7 +123,7 @@ def kind() -> str:
         if is_root
         else "use another code_provider"
     )
-    raise SandboxError(f"code_provider: local cannot limit programs here ({'; '.join(reasons)}); {way_out}")
+    raise SandboxError(f"cannot limit programs here ({'; '.join(reasons)}); {way_out}")
 
 
 def _run(kind: str, program: str, stdin: str, seconds: float, memory_bytes: int, output_bytes: int) -> Outcome:
@@ -179,7 +179,7 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, wall: float)
     Returns the status, or None after ``wall`` seconds or once the disk is used up. Raises SandboxError if the launcher
     has not come as far as the program.
     """
-    command = [PYTHON, "-I", str(LAUNCHER)]
+    command = [PYTHON, "-IS", str(LAUNCHER)]
     if settings["namespaces"]:
         as_root = [] if uid is not None else ["--user", "--map-root-user"]
         spaces = ["--net", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc"]

@@ -1,6 +1,6 @@
 """Shut this process in, run one program under limits, and exit as it does.
 
-``sandbox.run`` starts this file with ``python -I``. It needs only the standard library. Its argument is JSON; its last
+``sandbox.run`` starts this file with ``python -IS``. It needs only the standard library. Its argument is JSON; its last
 lines, after the functions, say in which order things happen.
 """
 

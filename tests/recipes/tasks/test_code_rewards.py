@@ -226,6 +226,13 @@ def test_a_provider_that_fails_gives_none_counted_and_said_once(provider, server
     assert len(server.requests) == {"piston": 6, "e2b router": 2, "morph router": 2}.get(provider, 0)
 
 
+@pytest.mark.parametrize("most", ["0", "-1", "many"])
+def test_a_number_of_requests_that_is_none_is_refused(most, server, monkeypatch):
+    monkeypatch.setenv("PISTON_MAX_REQUESTS_PER_ENDPOINT", most)
+    with pytest.raises(ConfigError, match=f"PISTON_MAX_REQUESTS_PER_ENDPOINT must be a number of .* not '{most}'"):
+        reward("code", code_provider="piston")
+
+
 def test_piston_is_asked_again_when_it_is_overloaded(server):
     settings, replies = settings_of("piston", server), iter([fail, fail])
 
@@ -306,11 +313,25 @@ def test_a_provider_without_its_key_or_limits_is_refused(clients, monkeypatch):
             reward("code", code_provider=provider)
 
     def kind():
-        raise sandbox.SandboxError("local cannot limit programs here")
+        raise sandbox.SandboxError("cannot limit programs here")
 
     monkeypatch.setattr(sandbox, "kind", kind)
-    with pytest.raises(ConfigError, match="code_provider: local cannot limit programs here"):
-        reward("code", code_provider="local")
+    for make in (FACTORIES["code"], code_providers.python_tool):
+        with pytest.raises(ConfigError, match="code_provider: local cannot limit programs here"):
+            make(ScriptArguments(code_provider="local"))
+
+
+def test_the_tool_python_runs_here_only_where_a_recipe_says_so():
+    assert code_providers.python_tool(ScriptArguments(code_provider="local")) is sandbox.python
+    with pytest.raises(ConfigError, match="not with code_provider: e2b; use code_provider: local"):
+        code_providers.python_tool(ScriptArguments())
+
+
+@pytest.mark.parametrize("text", [None, "", "Killed", "nan", "2", "-1", "[1]"])
+def test_a_script_that_gives_no_share_is_no_verdict(text):
+    with pytest.raises(code_providers.ProviderError, match="gave no share of passed tests but"):
+        code_providers._read_share(text)
+    assert code_providers._read_share("a warning\n1e-05\n") == 1e-5
 
 
 CODEFORCES = {
