@@ -109,10 +109,10 @@ def qerl_datasets() -> Mapping[str, DatasetLoader]:
 
 @implementation
 def qerl_tools() -> Mapping[str, ToolFactory]:
-    from qerl_recipes.tasks import sandbox
     from qerl_recipes.tasks.calculator import calculator
+    from qerl_recipes.tasks.code_providers import python_tool
 
-    return {"calculator": lambda script: calculator, "python": lambda script: sandbox.python}
+    return {"calculator": lambda script: calculator, "python": python_tool}
 
 
 @implementation

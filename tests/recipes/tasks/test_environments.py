@@ -47,6 +47,7 @@ REFUSED = [
     ("--tools acting.divide", "tools: acting.divide cannot be imported (AttributeError"),
     ("--tools acting.Game.nothing", "tools: acting.Game.nothing cannot be imported"),
     ("--tools acting:Game.nothing", "tools: acting:Game.nothing is not a function but 5"),
+    ("--tools python", "the tool python runs programs on this machine, not with code_provider: e2b; use code_provider"),
     ("--tools acting.Counter", "tools: acting.Counter is not a function but <class"),
     ("--tools acting.untyped", "tools: untyped: Argument a is missing a type hint in function untyped; give it types"),
     ("--tools acting.undescribed", "no description for the argument 'a'; give it types, and a docstring with a line"),
@@ -120,6 +121,7 @@ def test_tools_and_an_environment_reach_the_trainer(checked):
     arguments = checked(
         *("--tools", "acting.multiply", "python", "--environments", "acting:Counter", "--rollout_func"),
         *("acting.rollout", "--environment_kwargs", '{"start": 7}', "--reward_weights", "1.0", "0.1"),
+        *("--code_provider", "local"),
     ).interaction.arguments()
     assert [tool.__name__ for tool in arguments["tools"]] == ["multiply", "python"]
     assert arguments["rollout_func"] is acting.rollout
