@@ -127,7 +127,7 @@ def test_a_server_without_its_core_answers_at_once_and_ends(start_server):
             core.kill()
             killed = time.monotonic()
             found = {name: answer.result() for name, answer in answers.items()}
-            assert time.monotonic() - killed < 5
+            assert time.monotonic() - killed < PATIENCE, "not after 300 s, as from an engine that does not answer"
             assert running.process.wait(PATIENCE) == 1, "a supervisor takes 0 for an end that was asked for"
     assert found.pop("vLLM's own").status_code == 500
     assert {(answer.status_code, answer.json()["reason"]) for answer in found.values()} == {(503, "engine_dead")}

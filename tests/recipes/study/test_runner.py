@@ -473,14 +473,17 @@ def test_a_group_is_no_longer_than_an_argument_may_be(study, evaluated):
 
 def test_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_path, monkeypatch):
     plan, out = read(study(evaluations=BOTH)), tmp_path / "out"
-    calls, at_work, most = [], Counter(), Counter()
+    calls, at_work, most, four = [], Counter(), Counter(), threading.Barrier(4)
 
     def call(self, arguments, log, gpu, *, beside=()):
         with self.lock:
             calls.append((arguments, self.share))
             at_work[gpu] += 1
             most[gpu] = max(most[gpu], at_work[gpu])
-        time.sleep(0.02)  # long enough for the others to take a GPU each
+            is_early = len(calls) <= 4
+        if is_early:
+            four.wait(PATIENCE)
+        time.sleep(0.02)  # beside others
         if arguments[0] == "evaluate-each":
             written(*json.loads(arguments[1]))
         with self.lock:
@@ -490,7 +493,7 @@ def test_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_p
     monkeypatch.setattr(runner.Machine, "call", call)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert runner.run(plan, out, jobs=4)
-    assert most.keys() == {"2", "5"} and max(most.values()) <= 2, "two of four on each"
+    assert most == {"2": 2, "5": 2}, "two of four on each"
     assert {share for _, share in calls} == {0.5}
     trained = [arguments for arguments, _ in calls if arguments[0] == "train"]
     assert len(trained) == 8 + 12 and all(arguments[1:3] == ["--config", "recipe.yaml"] for arguments in trained)
