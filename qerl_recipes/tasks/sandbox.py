@@ -119,7 +119,8 @@ def kind() -> str:
             )
         return possible
     way_out = (
-        "run as another user than root, or allow namespaces (docker run --cap-add SYS_ADMIN)"
+        "run as another user than root, with Python where others may read it, or allow namespaces (docker run "
+        "--cap-add SYS_ADMIN --security-opt apparmor=unconfined)"
         if is_root
         else "use another code_provider"
     )

@@ -63,7 +63,7 @@ def start(libc: ctypes.CDLL, settings: dict) -> int:
         os.write(settings["started"], b"1")
         os.execv(settings["command"][0], settings["command"])
     except BaseException as error:
-        os.write(2, f"{type(error).__name__}: {error}".encode())
+        os.write(2, f"{settings['command'][0]} cannot be run: {type(error).__name__}: {error}".encode())
     os._exit(127)
 
 

@@ -235,7 +235,7 @@ def test_what_has_not_started_is_no_verdict(monkeypatch):
     [
         (0, {OWN_USER}, "it reaches the network and may write where all users may"),
         (1000, {LIMITS}, "it reaches the network, and your user's files and processes"),
-        (0, set(), "run as another user than root, or allow namespaces"),
+        (0, set(), "run as another user than root, with Python where others may read it, or allow namespaces"),
         (1000, set(), "use another code_provider"),
     ],
 )
@@ -267,3 +267,12 @@ def test_python_is_a_tool_whose_text_is_bounded():
 def test_python_says_that_the_time_ran_out(monkeypatch):
     monkeypatch.setattr(sandbox, "TOOL_SECONDS", 0.9)
     assert sandbox.python("print('so far', flush=True)\nwhile True: pass") == "so far\n(the program ran out of time)"
+
+
+def test_an_interpreter_that_others_may_not_read_is_named(tmp_path):
+    (tmp_path / "python").write_text("")
+    settings = {"namespaces": False, "uid": None, "folder": str(tmp_path), "limits": {}, "seconds": 9, "started": 1}
+    settings["command"] = [str(tmp_path / "python")]
+    line = [sys.executable, "-IS", str(sandbox.LAUNCHER), json.dumps(settings)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 127 and f"{tmp_path}/python cannot be run: PermissionError" in ended.stderr
