@@ -179,7 +179,7 @@ def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
     def read(source: Any) -> list[dict[str, Any]]:
         folder = Path(source if isinstance(source, str | Path) else source.args.output_dir)
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        clock = ("_tokens_per_s", "step_seconds")
+        clock = ("_tokens_per_s", "step_seconds", "tool_seconds")
         return [{k: v for k, v in record.items() if not k.endswith(clock)} for record in records]
 
     return read

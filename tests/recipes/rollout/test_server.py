@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
+import calling
 import httpx
 import numpy as np
 import openai
@@ -36,6 +37,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 # Both engines take one sequence at a time, because products of other batch sizes sometimes round differently.
 ALONE = ("--max-num-seqs", "1")
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables vLLM's own /pause and /resume
+CHECKPOINT = "checkpoint-2/adapter_model.safetensors"
 RUN = {
     "max_steps": 3,
     "max_completion_length": 16,
@@ -218,6 +220,25 @@ def test_trained_norms_and_evaluations_against_a_server_have_the_bits_of_those_i
     start = {name: norm.detach() for name, norm in against(**settings).vllm_generation._snapshot().norms.items()}
     trained = load_file(Path(trainer.args.output_dir) / "checkpoint-2" / "norms.safetensors")
     assert any(not np.array_equal(trained[name].numpy(), start[name].cpu().numpy()) for name in start), "none moved"
+
+
+def test_turns_against_a_server_have_the_bits_of_those_in_process(
+    against, make_module_trainer, watched, read_metrics, tmp_path, monkeypatch
+):
+    settings = {"max_completion_length": 40, "max_tool_calling_iterations": 3, "max_steps": 2, "save_steps": 2}
+    settings |= {"turns": {"tools": [calling.double]}, "generation_kwargs": {"stop_token_ids": calling.ENDS}}
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.estimates, "sequences", lambda training: 1)
+        inside = watched(make_module_trainer, tmp_path / "inside", **settings)
+    inside.train()
+    inside.vllm_generation.close()
+    trainer = against(**settings)
+    trainer.train()
+    assert trainer.outputs == inside.outputs
+    records = read_metrics(trainer)
+    assert records == read_metrics(inside) and all(record["turns"] > 1 for record in records)
+    ours, theirs = (load_file(Path(of.args.output_dir) / CHECKPOINT) for of in (trainer, inside))
+    assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in ours)
 
 
 def test_a_rollout_keeps_to_the_recipes_length_and_counts_all_of_it(against, monkeypatch):

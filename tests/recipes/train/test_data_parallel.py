@@ -6,9 +6,11 @@ They must also resume from a checkpoint to the same bits.
 import contextlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import calling
 import digit_rewards
 import pandas as pd
 import pytest
@@ -123,6 +125,39 @@ def test_promise_08_two_processes_do_what_one_does_and_resume(
     alone = flags(tmp_path / "alone", *RESUMED, str(whole / "checkpoint-2"), "--per_device_train_batch_size", "8")
     with pytest.raises(CheckpointMismatch, match="its run had 2 trainer processes and this one has 1; use accelerate"):
         train.main(alone)
+
+
+def test_two_processes_play_the_episodes_that_one_plays(
+    write_recipe, run_process, read_metrics, scripted, make_nvfp4, tmp_path
+):
+    """Check turns: a process whose episodes have ended waits for no other, and seeds follow from the place."""
+    model, data = tmp_path / "model", tmp_path / "prompts.jsonl"
+    shutil.copytree(make_nvfp4("qwen2"), model)
+    calling.tokenizer().save_pretrained(model)
+    data.write_text("".join(json.dumps(row) + "\n" for row in calling.prompts(16)))
+    recipe = write_recipe(
+        model_name_or_path=str(model),
+        dataset_name=str(data),
+        dataset_size=None,
+        tools=["calling.double"],
+        reward_funcs=["digit_rewards.digits_of_some"],
+        max_steps=3,
+        max_completion_length=16,
+        per_device_train_batch_size=4,  # one group
+        log_completions=True,
+    )
+    one, two = tmp_path / "one", tmp_path / "two"
+    flags = ["--config", recipe, *ENGINE, *REPLACED]
+    command = [sys.executable, scripted_rollouts.__file__, "2", json.dumps([*flags, "--output_dir", str(two)])]
+    path = os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    run_process(command, tmp_path / "log", PYTHONPATH=path)
+    train.main([*flags, "--output_dir", str(one), "--gradient_accumulation_steps", "4"])
+    names = EXACTLY | {"turns", "tool_calls", "tool_failures", "episodes_cut"}
+    for ours, theirs in zip(read_metrics(one), read_metrics(two), strict=True):
+        assert {name: theirs[name] for name in names} == pytest.approx({name: ours[name] for name in names})
+        pd.testing.assert_frame_equal(table(two, ours["step"]), table(one, ours["step"]), rtol=1e-5)
+    turns = [(two / f"turns_{rank}").read_text().split() for rank in (0, 1)]
+    assert turns[0] != turns[1] and len(turns[0]) == len(turns[1]), "one process takes more turns than the other"
 
 
 @pytest.mark.parametrize(("elsewhere", "stops"), [(3.0, False), (torch.nan, True), (-torch.inf, True)])

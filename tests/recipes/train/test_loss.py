@@ -103,6 +103,37 @@ def replace_args(**changes):
     return SimpleNamespace(**{**vars(ARGS), **changes})
 
 
+OF_SAMPLED = {
+    "importance weights by token": {"vllm_importance_sampling_mode": "token_truncate"},
+    "importance weights by sequence": {"vllm_importance_sampling_mode": "sequence_mask"},
+    "entropy and KL": {"use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
+    "staleness": {"loss_type": "dapo"},
+}
+
+
+@pytest.mark.parametrize("case", OF_SAMPLED)
+def test_figures_do_not_depend_on_what_tools_have_written(case):
+    """Change every value at a tool's tokens, and compare all figures, and the weights of sampled tokens."""
+    args = replace_args(**{"vllm_importance_sampling_clip_max": 2.0, **OF_SAMPLED[case]})
+    generator = torch.Generator().manual_seed(0)
+    names = ("sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps", "logps", "entropies")
+    values = {name: -3 * torch.rand(3, 6, generator=generator) for name in names}
+    whole, of_tool = torch.ones(3, 6, dtype=torch.long), torch.tensor([[0, 0, 1, 1, 0, 0]] * 2 + [[0] * 6]).bool()
+
+    def measured(shift):
+        batch = {name: torch.where(of_tool, value * shift, value) for name, value in values.items()}
+        batch |= {"completion_mask": whole, "tool_mask": (~of_tool).long(), "prompt_mask": whole}
+        batch["advantages"] = torch.tensor([1.0, -1.0, 0.5])
+        micro, logps = loss.MicroBatch.of(batch, skips_zero_advantage=True), batch["logps"]
+        weights, agreement = loss.weigh(logps, micro, args)
+        means = loss.token_means(logps, batch["entropies"], micro, args)
+        counted = weights if weights.shape[1] == 1 else weights[~of_tool]
+        return figures(agreement, loss.sampled_entropy(micro), means), counted.tolist()
+
+    found = measured(1.0)
+    assert found == measured(7.0) and len(found[0]) >= 8
+
+
 def test_what_tools_have_written_was_not_sampled():
     batch = {"completion_mask": torch.tensor([[1, 1, 1, 0]]), "tool_mask": torch.tensor([[1, 0, 1, 1]])}
     assert loss.mask_of(batch).tolist() == [[1, 0, 1, 0]]
