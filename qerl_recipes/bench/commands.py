@@ -16,6 +16,7 @@ KERNELS = Path(__file__).parents[2] / "kernels/bench"  # in a checkout
 Shape = Annotated[str, typer.Option(help=SHAPE)]
 Rank = Annotated[int, typer.Option(help="rank of the LoRA adapter")]
 Output = Annotated[Path | None, typer.Option(help="JSON file to write")]
+BY_THE_RECIPE = ("shape", "arms", "groups", "generations", "completion", "rank", "seed")  # options of `bench train`
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
@@ -238,6 +239,9 @@ def kernel_scripts(
 @bench.command("train", context_settings=PASS_THROUGH)
 def bench_train(
     context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="Time this recipe as `qerl train` runs it, on random weights of its model.")
+    ] = None,
     shape: Shape = "7B",
     arms: Annotated[
         str,
@@ -267,10 +271,16 @@ def bench_train(
     output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,
 ) -> None:
     """Time a whole GRPO step in each configuration, with random weights. Flags of `qerl train` may follow."""
-    from qerl_recipes.bench.train import Workload, parse_overrides, run
+    from qerl_recipes.bench.train import FIXED, FIXED_BESIDE_A_RECIPE, Workload, parse_overrides, run
 
-    overrides = parse_overrides(context.args)
-    work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
+    overrides = parse_overrides(context.args, FIXED if config is None else FIXED_BESIDE_A_RECIPE)
+    if config is None:
+        work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
+    else:
+        sources = {name: context.get_parameter_source(name) for name in BY_THE_RECIPE}
+        if given := [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]:
+            raise typer.BadParameter(f"--{given[0]} is not for --config: the recipe decides it; give its key as a flag")
+        work, arms = Workload.of(config, prompt, steps, overrides)
     memory = None if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
     result = run(
         work,

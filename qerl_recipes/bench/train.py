@@ -4,6 +4,9 @@ Weights are random and of the real shapes, so nothing is downloaded. Prompts are
 has its full length, so that the work is the same in all arms; rewards are random numbers that depend on the completion
 alone. Every arm runs in a process of its own, one after the other; with several rounds A B A B, so that what slows the
 machine down for a while shows in the spread.
+
+With ``--config`` the recipe is the one that ``qerl train`` takes, with its own batches, noise, memory and optimizer.
+Only checkpoint, data, reward and output are the benchmark's.
 """
 
 import errno
@@ -11,7 +14,7 @@ import json
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -20,9 +23,12 @@ from typing import Any
 
 from qerl_recipes.bench.arms import ArmFailedError, Figures, ask_once, ballast, ended_cleanly
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
+from qerl_recipes.files import base_model
 from qerl_recipes.machine.gpu import GB, Gpu, installed_gpu
-from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, PACK_TOKENS, parse
-from qerl_recipes.recipe.file import up_to_date
+from qerl_recipes.recipe.checks import steps_per_rollout
+from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, parse
+from qerl_recipes.recipe.file import read_yaml, up_to_date
+from qerl_recipes.recipe.keys import TOPICS
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 from qerl_vllm_plugin.wire.address import hidden
 
@@ -33,9 +39,19 @@ NAME = "bench"  # of the data set, of the reward and of the engine that tells ho
 LEARNING_RATE = 1e-5
 SPARE, SPARE_BYTES = 1.03, 2_000_000_000  # of the engine's memory, which is an estimate
 BLOCK = 16  # tokens of a block of vLLM's KV cache
-FIXED = {"quantization", "model_name_or_path", "output_dir", "dataset_name", "dataset_kwargs", "rollout_engine"}
-FIXED |= {"max_steps", "num_generations", "gradient_accumulation_steps", "lora_r", "seed", "use_cpu"}
+# what no flag may set, beside a recipe and without one
+FIXED_BESIDE_A_RECIPE = {"model_name_or_path", "output_dir", "dataset_name", "dataset_kwargs", "rollout_engine"}
+FIXED_BESIDE_A_RECIPE |= {"max_steps", "use_cpu", "model_revision"}
+FIXED = FIXED_BESIDE_A_RECIPE | {"quantization", "num_generations", "gradient_accumulation_steps", "lora_r", "seed"}
 FIXED |= {"max_prompt_length", "max_completion_length"}
+# keys of a recipe in whose place the benchmark has its own, or none
+REPLACED = {"model_name_or_path", "model_revision", "adapter_name_or_path", "chat_template", "rollout_engine"}
+REPLACED |= {
+    key
+    for topic in ("data", "rewards", "evaluation while training", "checkpoints and hub", "logging")
+    for key in TOPICS[topic]
+    if key != "max_prompt_length"
+}
 LEAST = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
 SHOWN_KERNELS = 12
 COLORS = {
@@ -54,7 +70,7 @@ class Workload:
     """Describe steps of ``groups`` prompts of ``prompt`` tokens, each with ``generations`` completions.
 
     A completion has ``completion`` tokens. ``overrides`` are flags of ``qerl train`` by name; they override the recipe
-    of every arm.
+    of every arm. ``recipe_file`` is the recipe that is timed, "" for the benchmark's own.
     """
 
     shape: str
@@ -66,6 +82,27 @@ class Workload:
     rank: int
     seed: int
     overrides: tuple[tuple[str, str], ...] = ()
+    recipe_file: str = ""
+
+    @staticmethod
+    def of(
+        recipe_file: Path, prompt: int, steps: int, overrides: tuple[tuple[str, str], ...]
+    ) -> "tuple[Workload, str]":
+        """Return the steps of a recipe with prompts of ``prompt`` tokens, and the arm that the recipe is.
+
+        Raises ValueError for a recipe that cannot be timed.
+        """
+        script, training, model = parse(["--config", str(recipe_file), *flags(dict(overrides))])
+        if (served := steps_per_rollout(training)) > 1:
+            raise ValueError(f"{recipe_file}: a rollout serves {served} steps, and a step with a rollout is timed")
+        if (most := script.max_prompt_length) is not None and prompt > most:
+            raise ValueError(f"--prompt is {prompt}, and max_prompt_length of {recipe_file} is {most}")
+        sizes = (training.generation_batch_size // training.num_generations, training.num_generations, prompt)
+        name, completion = str(model.model_name_or_path), training.max_completion_length
+        work = Workload(
+            name, *sizes, completion, steps, model.lora_r, training.seed, overrides, recipe_file=str(recipe_file)
+        )
+        return work, training.quantization
 
     def check(self) -> None:
         """Raise ValueError for an unknown shape and for numbers that make no step."""
@@ -74,9 +111,9 @@ class Workload:
                 why = "; the first step warms up and is not counted" if name == "steps" else ""
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least {least}{why}")
         self.config()
-        if self.sequences % self.micro_batch():
+        if self.micro_batch is not None and self.sequences % self.micro_batch:
             raise ValueError(
-                f"per_device_train_batch_size is {self.micro_batch()}, which does not divide the {self.sequences} "
+                f"per_device_train_batch_size is {self.micro_batch}, which does not divide the {self.sequences} "
                 "completions of a step"
             )
 
@@ -92,21 +129,20 @@ class Workload:
 
     def config(self) -> dict[str, Any]:
         """Return the model's config.json. Raises ValueError for an unknown shape."""
-        return config_json(self.shape)
+        if not self.recipe_file:
+            return config_json(self.shape)
+        known = base_model.known_config(self.shape)
+        if known is None:
+            raise ValueError(
+                f"{self.recipe_file}: the sizes of {self.shape} are not known here; name a folder with them"
+            )
+        return {key: value for key, value in known.items() if key != "quantization_config"}
 
-    def micro_batch(self) -> int:
-        """Return the sequences of a micro-batch.
-
-        If no flag says it, they are as many whole groups as one packed row holds, at least one.
-        """
-        if chosen := dict(self.overrides).get("per_device_train_batch_size"):
-            return int(chosen)
-        room = (self.pack_tokens() or PACK_TOKENS) // (self.prompt + self.generations * self.completion)
-        parts = [groups for groups in range(1, self.groups + 1) if self.groups % groups == 0]
-        return self.generations * max(groups for groups in parts if groups <= max(room, 1))
-
-    def pack_tokens(self) -> int:
-        return int(dict(self.overrides).get("pack_tokens", PACK_TOKENS))
+    @property
+    def micro_batch(self) -> int | None:
+        """Return the sequences of a micro-batch; None if the memory plan decides, as in ``qerl train``."""
+        chosen = dict(self.overrides).get("per_device_train_batch_size")
+        return None if chosen is None else int(chosen)
 
     def recipe(self, arm: str, *, cuda: bool, engine_share: float | None = None) -> dict[str, Any]:
         """Return an arm's keys of ``qerl train``, without its paths.
@@ -114,38 +150,47 @@ class Workload:
         ``engine_share`` is the engine's share of the GPU's memory.
         """
         data = {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
+        own: dict[str, Any] = {
+            "dataset_name": NAME,
+            "dataset_kwargs": json.dumps(data),
+            "reward_funcs": NAME,
+            "rollout_engine": NAME,
+            # min_tokens would do the same, but takes the end out of the engine's probabilities alone
+            "generation_kwargs": json.dumps({"ignore_eos": True}),
+            "max_steps": self.steps,
+            "bf16": cuda,
+            "use_cpu": not cuda,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        if self.recipe_file:
+            content = {key: value for key, value in read_yaml(self.recipe_file).items() if key not in REPLACED}
+            if cuda:
+                del own["bf16"]  # the recipe says in which numbers it computes
+            return {**content, **own, **dict(self.overrides)}
+        batches = {"generation_batch_size": self.sequences}
+        if self.micro_batch is not None:
+            batches = {"gradient_accumulation_steps": self.sequences // self.micro_batch}
         recipe: dict[str, Any] = {
             "quantization": arm,
             "learning_rate": LEARNING_RATE,
             "lora_r": self.rank,
             "lora_alpha": 2 * self.rank,
             "lora_target_modules": list(ATTENTION) if self.shape in MIXTURES else "all-linear",
-            "dataset_name": NAME,
-            "dataset_kwargs": json.dumps(data),
             "max_prompt_length": self.prompt,
-            "reward_funcs": NAME,
-            "rollout_engine": NAME,
             "loss_type": "dapo",
             "epsilon_high": 0.28,
             "beta": 0.0,
             "num_generations": self.generations,
             "max_completion_length": self.completion,
-            # min_tokens would do the same, but takes the end out of the engine's probabilities alone
-            "generation_kwargs": json.dumps({"ignore_eos": True}),
-            "per_device_train_batch_size": self.micro_batch(),
-            "gradient_accumulation_steps": self.sequences // self.micro_batch(),
-            "max_steps": self.steps,
-            "pack_tokens": self.pack_tokens(),
+            **batches,
             "optim": "adamw_torch_fused",
             "lr_scheduler_type": "constant",
-            "bf16": cuda,
-            "use_cpu": not cuda,
             "gradient_checkpointing": True,
             "seed": self.seed,
-            "logging_strategy": "no",
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
+            **own,
         }
         if engine_share is not None:
             recipe["vllm_gpu_memory_utilization"] = f"{engine_share:.4f}"
@@ -173,14 +218,15 @@ class Request:
 
 def flags(recipe: Mapping[str, Any]) -> list[str]:
     """Return a recipe as ``qerl train`` takes it from a command line."""
-    values = {key: value if isinstance(value, list) else [str(value)] for key, value in recipe.items()}
-    return [part for key, parts in values.items() for part in (f"--{key}", *parts)]
+    texts = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in recipe.items()}
+    values = {key: value if isinstance(value, list) else [str(value)] for key, value in texts.items()}
+    return [str(part) for key, parts in values.items() for part in (f"--{key}", *parts)]
 
 
-def parse_overrides(arguments: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) -> tuple[tuple[str, str], ...]:
     """Return ``--key value`` and ``--key=value`` as pairs.
 
-    Raises ValueError for anything else, and for keys that the benchmark sets itself.
+    Raises ValueError for anything else, and for the keys ``fixed``, which the benchmark sets itself.
     """
     words = list(arguments)
     pairs: list[tuple[str, str]] = []
@@ -189,7 +235,7 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[tuple[str, str], ...]:
         if not flag.startswith("--") or not (has_value or words):
             raise ValueError(f"{flag!r} is neither an option of this command nor a flag of `qerl train` with a value")
         key = flag[2:].replace("-", "_")
-        if key in FIXED:
+        if key in fixed:
             raise ValueError(f"{key} is not for a flag: the arms and the options of this command decide it")
         pairs += up_to_date({key: value if has_value else words.pop(0)}, "command line").items()
     return tuple(pairs)
@@ -218,8 +264,8 @@ def run(
     _check(arms, part, rounds, memory, gpu, work)
     pieces: Figures = {"training_part": 0 if part == "step" else work.steps, "profile": int(profile), "memory": memory}
     steps = 1 if part == "training" else work.steps
-    if part != "step" and "recompute_layers" not in dict(work.overrides):
-        # forward and backward alone take a longer row than the plan knows of
+    if part != "step" and work.micro_batch is not None and "recompute_layers" not in dict(work.overrides):
+        # forward and backward alone take a longer row than the plan of such micro-batches knows of
         blocks = str(work.config()["num_hidden_layers"])
         work = replace(work, overrides=(*work.overrides, ("recompute_layers", blocks)))
     with ExitStack() as stack:
@@ -277,7 +323,7 @@ def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu:
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}, and must be at least 1")
     checkpointed = dict(work.overrides).get("recompute_layers")
-    if part != "step" and checkpointed == str(AS_FEW_AS_FIT):
+    if part != "step" and work.micro_batch is not None and checkpointed == str(AS_FEW_AS_FIT):
         raise ValueError(
             f"recompute_layers: {checkpointed} keeps what leaves room for the rows of a step, and forward and "
             "backward alone take a longer one; measure --part step, or name a number of layers"
@@ -305,21 +351,24 @@ def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
 def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Figures:
     """Return an arm's recipe and, on a GPU with the engine's share in it, the bytes that the arm should take at most.
 
-    Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``recompute_layers: -1`` means.
+    Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``recompute_layers: -1`` and
+    ``pack_tokens: -1`` mean. A recipe's own share of the engine stays.
     """
     if gpu is None:
         return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
     from qerl_recipes.memory.plan import make
 
     share = None
-    for _ in range(2):  # the second time with the share that the first one found
+    for _ in range(1 if work.recipe_file else 2):  # the second time with the share that the first one found
         settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
         plan = make(*settings, gpu=gpu, config=work.config(), limit=memory)
         tokens = work.sequences * -(-work.length // BLOCK) * BLOCK
         share = min(SPARE * plan.engine_share(tokens) + SPARE_BYTES / gpu.memory, 0.95)
-    print(f"{arm}: planned {plan.line()}", flush=True)
-    recipe = {**work.recipe(arm, cuda=True, engine_share=share), "recompute_layers": plan.checkpointed}
-    return {"recipe": recipe, "planned_bytes": plan.peak}
+    print(f"{arm}: planned {plan.line()}{', ' if plan.choice() else ''}{plan.choice()}", flush=True)
+    chosen = {"recompute_layers": plan.checkpointed, "pack_tokens": plan.pack_tokens}
+    if not settings[1].gradient_checkpointing:
+        del chosen["recompute_layers"]
+    return {"recipe": {**work.recipe(arm, cuda=True, engine_share=share), **chosen}, "planned_bytes": plan.peak}
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:

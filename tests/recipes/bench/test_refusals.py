@@ -18,6 +18,8 @@ from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.machine import processes
 
 TINY = "train --shape tiny --arms bf16,qerl_nvfp4"
+GRPO = Path(__file__).parents[3] / "recipes/Qwen2.5-7B-Instruct/grpo"
+RECIPE, PAPER = GRPO / "nvfp4_lora.yaml", GRPO / "paper_grpo_nvfp4_lora.yaml"
 REFUSALS = (
     ("rollout --shape 8B", "unknown shape '8B'; known: 0.5B"),
     ("rollout --shape 7B", "shape 7B needs a CUDA GPU; on this machine use shape tiny"),
@@ -69,7 +71,13 @@ REFUSALS = (
     (f"{TINY} --steps 1", "steps is 1, and must be at least 2; the first step warms up"),
     (f"{TINY} --generations 1", "generations is 1, and must be at least 2"),
     (f"{TINY} --part rollout", "part is 'rollout'"),
-    (f"{TINY} --recompute_layers -1", "measure --part step"),
+    (f"{TINY} --recompute_layers -1 --per_device_train_batch_size 8", "measure --part step"),
+    (f"train --config {RECIPE} --groups 4", "--groups is not for --config"),
+    (f"train --config {RECIPE} --prompt 513", "--prompt is 513, and max_prompt_length of"),
+    (f"train --config {RECIPE} --max_steps 3", "max_steps is not for a flag"),
+    (f"train --config {RECIPE} --model_revision old", "model_revision is not for a flag"),
+    (f"train --config {PAPER}", "a rollout serves 4 steps, and a step with a rollout is timed"),
+    ("train --config nowhere.yaml", "recipe nowhere.yaml cannot be read"),
     (f"{TINY} --lora_r 8", "lora_r is not for a flag"),
     (f"{TINY} fast", "'fast' is neither an option"),
     (f"{TINY} --per_device_train_batch_size 7", "does not divide the 64 completions"),

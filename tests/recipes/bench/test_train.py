@@ -18,8 +18,12 @@ from qerl_recipes import cli
 from qerl_recipes.bench import arms, random_model
 from qerl_recipes.bench import train as bench_train
 from qerl_recipes.bench.train import PARTS, Workload, flags, parse_overrides, summarize
+from qerl_recipes.files import base_model
 from qerl_recipes.machine.gpu import GB, Gpu
+from qerl_recipes.memory.plan import make
 from qerl_recipes.model import loading as model
+from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.keys import HONOURED
 from qerl_recipes.recipe.shapes import config_json
 
 TINY = Workload("tiny", groups=2, generations=2, prompt=8, completion=8, steps=2, rank=4, seed=0)
@@ -95,22 +99,75 @@ def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
     work = replace(TINY, groups=6, generations=8, completion=16, overrides=overrides)
     recipe = work.recipe("bf16", cuda=True)
     assert recipe["learning_rate"] == "1e-3" and recipe["pack_tokens"] == "300"
-    # A group has 8 + 8 * 16 tokens. Two groups make a micro-batch, and three micro-batches make a step.
-    assert (recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]) == (16, 3)
-    smaller = replace(work, overrides=parse_overrides(["--per_device_train_batch_size", "4"]))
-    assert smaller.recipe("bf16", cuda=True)["gradient_accumulation_steps"] == 12
+    assert recipe["generation_batch_size"] == 48 and "per_device_train_batch_size" not in recipe
+    smaller = replace(work, overrides=parse_overrides(["--per_device_train_batch_size", "4"])).recipe("bf16", cuda=True)
+    assert smaller["gradient_accumulation_steps"] == 12 and "generation_batch_size" not in smaller
     other = work.recipe("qerl_nvfp4", cuda=True)
     assert {key for key in recipe if recipe[key] != other[key]} == {"quantization"}
 
 
-def test_each_arm_keeps_as_many_activations_as_fit() -> None:
-    work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0, (("recompute_layers", "-1"),))
-    found = {arm: bench_train._recipe(work, arm, H200, 64 * 10**9) for arm in bench_train.ARMS}
+def test_each_arm_is_as_fast_as_its_memory_lets_it() -> None:
+    work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0)
+    found = {arm: bench_train._recipe(work, arm, H200, 50 * 10**9) for arm in bench_train.ARMS}
+    assert all(found[arm]["recipe"]["pack_tokens"] >= 4096 for arm in found)
     blocks = {arm: recipe["recipe"]["recompute_layers"] for arm, recipe in found.items()}
-    assert blocks["qerl_nvfp4"] < blocks["nf4"] < blocks["bf16"] < 28
-    assert all(recipe["planned_bytes"] < 64 * 10**9 for recipe in found.values())
-    unlimited = bench_train._recipe(work, "bf16", H200, None)
-    assert unlimited["recipe"]["recompute_layers"] == 0
+    assert blocks["qerl_nvfp4"] <= blocks["nf4"] < blocks["bf16"] < 28
+    assert all(recipe["planned_bytes"] < 50 * 10**9 for recipe in found.values())
+    unlimited = bench_train._recipe(work, "bf16", H200, None)["recipe"]
+    assert (unlimited["recompute_layers"], unlimited["pack_tokens"]) == (0, 16384)
+
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+SHIPPED = [*RECIPES.glob("Qwen*/grpo/nvfp4_lora.yaml"), *RECIPES.glob("Qwen2.5-7B-Instruct/grpo/[bn]*.yaml")]
+SHIPPED += RECIPES.glob("*/grpo/paper_dapo_nvfp4_lora_aqn.yaml")
+
+
+def test_a_recipe_is_timed_as_it_is_trained() -> None:
+    """Compare each key that the trainer, the engine or the plan reads with that of `qerl train`."""
+    own = {"generation_kwargs", "max_steps", "use_cpu", "bf16"}
+    for path in SHIPPED:
+        work, arm = Workload.of(path, 256, 3, ())
+        work.check()
+        timed = parse(flags({**work.recipe(arm, cuda=False), "output_dir": "unused"}))
+        trained = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+        keys = HONOURED - bench_train.REPLACED - own
+        for before, now in zip(trained, timed, strict=True):
+            differing = [key for key in keys if getattr(before, key, None) != getattr(now, key, None)]
+            assert not differing, (path, differing)
+        assert timed[1].splits_by_tokens and arm == trained[1].quantization
+        config = base_model.read_config(str(trained[2].model_name_or_path))
+        gpu = Gpu(80 * GB, is_hopper=True)
+        chosen, planned = bench_train._recipe(work, arm, gpu, None)["recipe"], make(*trained, gpu=gpu, config=config)
+        assert (chosen["pack_tokens"], chosen["recompute_layers"]) == (planned.pack_tokens, planned.checkpointed)
+
+
+def test_a_flag_changes_a_timed_recipe() -> None:
+    overrides = parse_overrides(["--generation_batch_size", "16", "--lora_r=8"], bench_train.FIXED_BESIDE_A_RECIPE)
+    work, _ = Workload.of(RECIPES / "Qwen2.5-7B-Instruct/grpo/nvfp4_lora.yaml", 64, 2, overrides)
+    assert (work.groups, work.generations, work.prompt, work.completion, work.rank) == (2, 8, 64, 2048, 8)
+    assert work.recipe("qerl_nvfp4", cuda=True)["generation_batch_size"] == "16"
+
+
+@pytest.mark.integration
+def test_a_recipe_makes_whole_steps_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config_json("tiny")))
+    recipe = {"model_name_or_path": str(tmp_path / "model"), "lora_r": 4, "output_dir": "unused", "dtype": "float32"}
+    recipe |= {
+        "dataset_name": "gsm8k",
+        "max_prompt_length": 16,
+        "system_prompt": "Think.",
+        "reward_weights": [1.0, 0.1],
+    }
+    recipe |= {"num_generations": 2, "max_completion_length": 8, "generation_batch_size": 8, "pack_tokens": 24}
+    recipe |= {"reward_funcs": ["accuracy", "soft_format"], "learning_rate": 1e-4, "save_steps": 50}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    line = f"bench train --config {tmp_path}/recipe.yaml --prompt 8 --steps 2 --output {tmp_path}/out.json"
+    done = CliRunner().invoke(cli.app, line.split())
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads((tmp_path / "out.json").read_text())["arms"].values()
+    assert len(found["steps"]) == len(found["training_part"]) == 2
+    assert found["training_part"][0]["tokens"] == 24, "forward and backward alone are of one packed row"
 
 
 @pytest.mark.parametrize("arm", bench_train.ARMS)
