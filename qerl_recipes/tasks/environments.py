@@ -9,12 +9,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
+from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import PROBE
 from qerl_recipes.tasks.environment_process import in_its_own_interpreter
@@ -28,6 +28,17 @@ DOCUMENTED = "give it types, and a docstring with a line for each argument under
 SEEDS = 2**31  # numpy and C libraries take no larger seed
 
 Schema = dict[str, Any]
+
+
+class Templates(Protocol):
+    """Describe how prompts are rendered: what a recipe and an evaluation have in common."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any] | None: ...
+    @property
+    def response_template(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,7 @@ class Instances:
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make, self._first = make, make()
         self.kind, self.reset = type(self._first), self._first.reset
-        members = inspect.getmembers(self.kind, inspect.isfunction)
-        names = [name for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
-        self.methods = [getattr(self._first, name) for name in names]
+        self.methods = self.methods_of(self._first)
         self._is_first_out = False
 
     def __call__(self) -> Environment:
@@ -80,10 +89,15 @@ class Instances:
         self._is_first_out = True
         return self._first
 
+    def methods_of(self, instance: Environment) -> list[Tool]:
+        """Return the methods of an instance that are tools."""
+        members = inspect.getmembers(self.kind, inspect.isfunction)
+        return [getattr(instance, name) for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
+
 
 def resolve(
     script: ScriptArguments,
-    training: GRPOConfig,
+    tool_seconds: float | None,
     tools: Mapping[str, ToolFactory],
     environments: Mapping[str, EnvironmentFactory],
     problems: list[str],
@@ -91,12 +105,16 @@ def resolve(
     """Return what the recipe's keys name; add to ``problems`` what is wrong with them.
 
     A tool or environment is one that a plugin offers by name, or a dotted path. Environments are made once each.
+    ``tool_seconds`` limits a tool that runs in another interpreter.
     """
     functions = [function for name in script.tools for function in _tools(name, script, tools, problems)]
     named = script.environments if isinstance(script.environments, dict) else {None: script.environments}
     found = {}
     for name, path in named.items():
-        if path is not None and (made := _instances(name, path, script, training, environments, problems)) is not None:
+        if (
+            path is not None
+            and (made := _instances(name, path, script, tool_seconds, environments, problems)) is not None
+        ):
             found[name] = made
     interaction = Interaction(functions, found, _rollout_func(script, problems))
     problems += _schema_problems(interaction)
@@ -122,7 +140,7 @@ def _instances(
     name: str | None,
     path: Any,
     script: ScriptArguments,
-    training: GRPOConfig,
+    tool_seconds: float | None,
     offered: Mapping[str, EnvironmentFactory],
     problems: list[str],
 ) -> Instances | None:
@@ -135,7 +153,7 @@ def _instances(
         return None
     try:
         if script.environment_python is not None:
-            make = in_its_own_interpreter(script.environment_python, path, arguments, training.max_tool_seconds)
+            make = in_its_own_interpreter(script.environment_python, path, arguments, tool_seconds)
         else:
             kind = offered[path](script) if path in offered else imported("environments", path, "environments", offered)
             if not callable(kind):
@@ -262,12 +280,12 @@ class Starts:
         return [{**row, "seed": seed_of(*key, (first + i) // group) % SEEDS} for i, row in enumerate(rows)]
 
 
-def rendering(tokenizer: PreTrainedTokenizerBase, training: GRPOConfig, interaction: Interaction) -> Mapping[str, Any]:
+def rendering(tokenizer: PreTrainedTokenizerBase, templates: Templates, interaction: Interaction) -> Mapping[str, Any]:
     """Return the options with which TRL renders prompts: ``chat_template_kwargs``, and a template of its own.
 
     Raises ConfigError if the chat template cannot render calls, or if nobody knows how to find them in a completion.
     """
-    options = training.chat_template_kwargs or {}
+    options = templates.chat_template_kwargs or {}
     if not interaction.has_calls():
         return options
     from trl.chat_template_utils import (
@@ -300,7 +318,7 @@ def rendering(tokenizer: PreTrainedTokenizerBase, training: GRPOConfig, interact
                 "tools, environments: the chat template renders earlier turns in another way when a tool has "
                 "answered, and TRL has no replacement for it; give one that does not as chat_template"
             ) from error
-    if training.response_template is not None:
+    if templates.response_template is not None:
         for environment in interaction.environments or [None]:
             for schema in interaction.schemas(environment) or ():
                 _check_found(tokenizer, schema, {**options, "chat_template": template})

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import blindness, problem_turn
-from qerl_recipes.tasks.environments import COLUMN, Interaction
+from qerl_recipes.tasks.environments import COLUMN, Interaction, Templates
 from qerl_recipes.tasks.interface import DatasetLoader
 from qerl_recipes.tasks.sources import (
     GENERATED,
@@ -145,13 +145,13 @@ def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
     return None
 
 
-def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model in ``folder``, with the recipe's templates if it sets them."""
+def tokenizer(folder: Path, templates: Templates, **options: Any) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model in ``folder``, with the templates of a recipe or evaluation if it sets them."""
     loaded = AutoTokenizer.from_pretrained(folder, **options)
-    if training.chat_template is not None:
-        loaded.chat_template = training.chat_template
-    if training.response_template is not None:
-        loaded.response_template = training.response_template
+    if templates.chat_template is not None:
+        loaded.chat_template = templates.chat_template
+    if templates.response_template is not None:
+        loaded.response_template = templates.response_template
     return loaded
 
 

@@ -120,7 +120,7 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     if config is not None:
         problems += families.misfits(config, script, training, model)
     offered = collect("qerl_tools"), collect("qerl_environments")
-    interaction = environments.resolve(script, training, *offered, problems)
+    interaction = environments.resolve(script, training.max_tool_seconds, *offered, problems)
     functions = _resolve_rewards(script, training, interaction, problems)
     rows = _read_rows(script, training, functions, interaction, problems)
     if problems or rows is None:
