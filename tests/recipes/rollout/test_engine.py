@@ -53,12 +53,10 @@ def start_engine(policy, make_nvfp4, tmp_path_factory, light_engines):
             use_cpu=True,
             bf16=False,
             per_device_train_batch_size=sequences,
-            num_generations=4,
             max_completion_length=16,
-            vllm_max_model_length=64,
             noise_mode="both",
             seed=5,
-            **settings,
+            **{"num_generations": 4, "vllm_max_model_length": 64, **settings},
         )
         options = {"rank": 4, "dtype": torch.float32, "snapshot": snapshot, "accelerator": Accelerator(cpu=True)}
         return VLLMRollouts(str(make_nvfp4("qwen2")), training, **options)
@@ -127,6 +125,34 @@ def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine
     try:
         engine.begin(0, None)
         assert [len(ids) > 0 for ids in engine.generate(prompts, None, 4)[1]] == [True] * 128
+    finally:
+        engine.close()
+
+
+def test_a_prompt_is_computed_once_for_its_completions(start_engine):
+    """Count the tokens that vLLM computes in the first step, in which all completions of a prompt start.
+
+    vLLM gives blocks to the first of them before it looks for those of the next, so all but a prompt's last block are
+    found. That one is computed for each completion: vLLM stops before a prompt's last token, at the end of a block.
+    """
+    engine = start_engine(16, num_generations=8, vllm_max_model_length=256)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    block, schedule, computed = core.vllm_config.cache_config.block_size, core.scheduler.schedule, []
+
+    def count(*arguments, **options):
+        output = schedule(*arguments, **options)
+        computed.append(output.total_num_scheduled_tokens)
+        return output
+
+    core.scheduler.schedule = count
+    lengths = [block + 44, block]
+    prompts = [[3 + k] + PROMPTS[k][:1] * (length - 1) for k, length in enumerate(lengths) for _ in range(8)]
+    try:
+        for rollout in range(2):  # a swap empties the cache: each rollout computes its prompts again
+            computed.clear()
+            engine.begin(rollout, None)
+            engine.generate(prompts, None, 8)
+            assert computed[0] == sum(lengths) + 7 * (44 + block)
     finally:
         engine.close()
 
