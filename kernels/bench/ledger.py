@@ -22,6 +22,10 @@ CONFIGURATIONS = {
     "qerl_nvfp4_base": "QeRL, no adapter",
     "qerl_nvfp4_slots_marlin": "QeRL, Marlin kernel, LoRA slots",
     "stock_nvfp4": "stock vLLM, NVFP4 on Marlin, LoRA slots",
+    "stock_nvfp4_humming": "stock vLLM, NVFP4 on Humming, no adapter",
+    "stock_nvfp4_humming_slots": "stock vLLM, NVFP4 on Humming, LoRA slots",
+    "fp8_merged": "FP8 W8A8, adapter merged",
+    "fp8": "FP8 W8A8, LoRA slots",
 }
 WAYS = {
     "auto": "GPU to an engine in this process",

@@ -30,8 +30,10 @@ def rollout(
         str,
         typer.Option(
             help="An arm is one of the engine configurations that are compared: bf16_merged "
-            "(no adapter), bf16 (LoRA slots), nf4, qerl_nvfp4, qerl_nvfp4_base (no adapter), "
-            "_float16, _slots, _slots_marlin, stock_nvfp4"
+            "(no adapter), bf16 (LoRA slots), nf4 (LoRA slots), qerl_nvfp4, qerl_nvfp4_base (no adapter), "
+            "qerl_nvfp4_float16, qerl_nvfp4_slots_marlin; without this plugin: fp8_merged (no adapter) and fp8 "
+            "(LoRA slots), which are W8A8 with a scale per output channel and per token, stock_nvfp4 (Marlin, LoRA "
+            "slots), stock_nvfp4_humming (no adapter), stock_nvfp4_humming_slots"
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
     rank: Rank = 32,

@@ -33,7 +33,16 @@ from qerl_recipes.recipe.shapes import full_name
 
 ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {"model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"}
-OURS |= {"kv_cache_dtype", "logprobs_mode", "load_format", "skip_tokenizer_init", "enable_lora", "max_lora_rank"}
+OURS |= {
+    "linear_backend",
+    "moe_backend",
+    "kv_cache_dtype",
+    "logprobs_mode",
+    "load_format",
+    "skip_tokenizer_init",
+    "enable_lora",
+    "max_lora_rank",
+}
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 REPEATS = 3  # by default
 BUSY = 1.0  # seconds for which workers of an engine on several GPUs look for more work without sleeping
@@ -213,7 +222,7 @@ def take_turns(
                     answers[name] = act(arm)
                 except ArmFailedError as error:
                     arms.pop(name).end()  # its memory may be what the others need
-                    note(name, {"failed": str(error)})
+                    note(name, {**error.figures, "failed": str(error)})
             return answers
 
         def timed(number: int, case: Case) -> dict[str, list[float]]:
@@ -266,7 +275,7 @@ def _profile(requests: Mapping[str, Figures], traces: Path, note: Callable[[str,
 
 def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
     """Join a piece of an arm's figures to those before, and work out its rates anew."""
-    alone = ("failed", "weights_gib", "kv_cache_tokens", "start_seconds")
+    alone = ("failed", "linears", "weights_gib", "kv_cache_tokens", "start_seconds")
     measured |= {name: figures[name] for name in alone if name in figures}
     if "profile" in figures:
         measured.setdefault("profile", []).extend(figures["profile"])

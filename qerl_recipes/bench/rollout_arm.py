@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_recipes.bench import decode_profile
+from qerl_recipes.bench import decode_profile, linear_kernels
 from qerl_recipes.bench.arms import Figures, answer
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_options
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from qerl_vllm_plugin.policy import Policy
 
 # The arms of a recipe, and BF16 without an adapter, which is what a merged one runs as. Then NVFP4 in parts: without an
-# adapter, with one in vLLM's LoRA slots, the same on Marlin, and that again without this plugin. The last two differ in
-# the fp32 norms alone.
-ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin")
-ARMS += ("qerl_nvfp4_float16", "stock_nvfp4")
+# adapter, with one in LoRA slots on Marlin, and that again without this plugin; these two differ in the fp32 norms
+# alone. Then what else one would run without this project: FP8 with the adapter merged and in LoRA slots, and NVFP4 on
+# Humming without an adapter and with one in LoRA slots.
+ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots_marlin", "qerl_nvfp4_float16")
+ARMS += ("stock_nvfp4", "fp8_merged", "fp8", "stock_nvfp4_humming", "stock_nvfp4_humming_slots")
+# W8A8: a scale for each output channel of a weight, made when it is loaded, and one for each token, made in every step
+FP8 = "fp8_per_channel"
+HUMMING = {"linear_backend": "humming", "moe_backend": "humming"}  # vLLM's options; the second is for experts
 PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
 WARM_UP_TOKENS = 16
 
@@ -93,7 +97,7 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
     began = time.perf_counter()
     from qerl_recipes.rollout import sampling as completions
 
-    llm, policy = start(request)
+    llm, policy = start(request, figures)
     figures["kv_cache_tokens"] = _cache_tokens(llm)
     figures["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
     figures["start_seconds"] = round(time.perf_counter() - began, 1)
@@ -119,7 +123,7 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
 
 def profile(request: Figures, figures: Figures) -> None:
     """Profile a decode step of every case into ``figures`` (``decode_profile``)."""
-    llm, policy = start(request)
+    llm, policy = start(request, figures)
     vocabulary = config_json(request["shape"])["vocab_size"]
     figures["profile"] = []
     for number, case in enumerate(_cases(request)):
@@ -129,15 +133,18 @@ def profile(request: Figures, figures: Figures) -> None:
         figures["profile"].append(profiled)
 
 
-def start(request: Figures) -> "tuple[LLM, Policy]":
-    """Start the arm's engine and install its adapter."""
+def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
+    """Start the arm's engine, note its kernels and install its adapter.
+
+    Raises RuntimeError if the engine runs on other kernels than the arm's name says.
+    """
     from qerl_recipes.bench import random_model
     from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
 
     arm, rank, cases = request["arm"], request["rank"], _cases(request)
     config = config_json(request["shape"])
-    if arm == "stock_nvfp4":
+    if arm.startswith("stock_nvfp4"):
         from qerl_recipes.convert.quantize import quantization_config
 
         config["quantization_config"] = quantization_config(random_model.in_bf16(config))
@@ -157,6 +164,8 @@ def start(request: Figures) -> "tuple[LLM, Policy]":
         **request["memory"],
         **more,
     )
+    figures["linears"] = linear_kernels.chosen(llm)
+    linear_kernels.check(arm, figures["linears"])
     policy = Policy(llm)
     if policy.carrier is not None:
         policy.swap(*random_model.adapter(config, rank))
@@ -190,6 +199,10 @@ def options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` that make an engine that arm."""
     if arm == "bf16_merged":
         return {}
+    if arm == "fp8_merged":
+        return {"quantization": FP8}
+    if arm == "stock_nvfp4_humming":
+        return HUMMING
     if arm == "qerl_nvfp4_base":
         return {"quantization": "qerl_nvfp4"}
     if arm == "qerl_nvfp4_float16":
@@ -197,10 +210,16 @@ def options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
     if arm in ENGINE_QUANTIZATION:
         return engine_options(arm, rank, config)
     slots = engine_options("bf16", rank, config)
-    if arm == "stock_nvfp4":
-        return slots
-    marlin = {"additional_config": {"qerl": {"kernel": "marlin"}}} if arm == "qerl_nvfp4_slots_marlin" else {}
-    return {**slots, "quantization": "qerl_nvfp4", **marlin}
+    own: dict[str, dict[str, Any]] = {
+        "fp8": {"quantization": FP8},
+        "stock_nvfp4": {"linear_backend": "marlin", "moe_backend": "marlin"},
+        "stock_nvfp4_humming_slots": HUMMING,
+        "qerl_nvfp4_slots_marlin": {
+            "quantization": "qerl_nvfp4",
+            "additional_config": {"qerl": {"kernel": "marlin"}},
+        },
+    }
+    return {**slots, **own[arm]}
 
 
 def _cases(request: Figures) -> list[Case]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_recipes.bench.arms import Figures
-from qerl_recipes.bench.rollout_arm import Case, longest, most_sequences, options, prefill
+from qerl_recipes.bench.rollout_arm import FP8, Case, longest, most_sequences, options, prefill
 from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, installed_gpu, used_bytes
 from qerl_recipes.memory import estimates, sizes
 from qerl_recipes.memory.sizes import ModelSize, measure
@@ -69,10 +69,15 @@ def _parts(size: ModelSize, gpu: Gpu, request: Mapping[str, Any], cases: Sequenc
     arm, rank = request["arm"], request["rank"]
     chosen = options(arm, rank, config_json(request["shape"]))
     plugin_options = chosen.get("additional_config", {}).get("qerl", {})
-    is_stock = arm == "stock_nvfp4"  # packed by its checkpoint, and not by an option
-    kinds = {theirs: kind for kind, theirs in ENGINE_QUANTIZATION.items()}
-    kind = "qerl_nvfp4" if is_stock else kinds[chosen.get("quantization")]
+    is_fp8 = chosen.get("quantization") == FP8
+    if arm.startswith("stock_nvfp4"):  # packed by its checkpoint, and not by an option
+        kind = "qerl_nvfp4"
+    else:
+        kinds: dict[str | None, str] = {theirs: kind for kind, theirs in ENGINE_QUANTIZATION.items()}
+        kind = (kinds | {FP8: "bf16"})[chosen.get("quantization")]
     weights = sizes.engine_weights(size, kind, ITEMSIZE)
+    if is_fp8:  # experts are left at what they take in 16 bits
+        weights -= sum((ITEMSIZE - 1) * part.N * part.K for parts in size.fused for part in parts)
     if "policy_adapter" in plugin_options:
         weights += sizes.resident_adapter(size, plugin_options["policy_adapter"]["rank"], ITEMSIZE)
     if "max_lora_rank" in chosen:

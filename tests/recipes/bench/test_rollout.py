@@ -13,7 +13,8 @@ import torch
 from vllm.platforms import cpu
 
 from qerl_recipes import cli
-from qerl_recipes.bench import random_model, rollout, rollout_arm, rollout_memory, swap
+from qerl_recipes.bench import linear_kernels, random_model, rollout, rollout_arm, rollout_memory, swap
+from qerl_recipes.bench.arms import ArmFailedError
 from qerl_recipes.bench.rollout_arm import ARMS, Case, Order, make_cases, prompts
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.recipe.shapes import ATTENTION, config_json
@@ -31,9 +32,15 @@ class ArmHere:
     def __init__(self, module: str, request: dict[str, Any]) -> None:
         assert module == rollout_arm.__name__
         self.figures: dict[str, Any] = {}
-        self.carry_out = rollout_arm.begin(json.loads(json.dumps(request)), self.figures)
+        self.failed = ""
+        try:
+            self.carry_out = rollout_arm.begin(json.loads(json.dumps(request)), self.figures)
+        except (RuntimeError, ValueError) as error:
+            self.failed = str(error)
 
     def hear(self) -> Any:
+        if self.failed:
+            raise ArmFailedError(self.failed, self.figures)
         return json.loads(json.dumps(self.figures))
 
     def ask(self, order: dict[str, Any]) -> Any:
@@ -103,6 +110,70 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
     assert "3 x" in printed and "ratios to the faster of bf16_merged" in printed
 
 
+@pytest.mark.integration
+def test_arms_are_checked_against_what_vllm_runs(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run arms that this machine has, one that it lacks, and one whose engine is made another than its name says."""
+    options = rollout_arm.options
+
+    def wrong(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
+        return {} if arm == "fp8_merged" else options(arm, rank, config)
+
+    monkeypatch.setattr(rollout_arm, "options", wrong)
+    names = ["fp8_merged", "stock_nvfp4_humming", "fp8", "bf16"]
+    arms = rollout.run("tiny", [Case(2, 8, 4)], arms=names, rank=4, repeats=1)["arms"]
+    assert "vLLM runs another kernel than arm fp8_merged names: 8 layers on Unquantized" in arms["fp8_merged"]["failed"]
+    assert arms["fp8_merged"]["linears"][0]["method"] == "UnquantizedLinearMethod"
+    assert "NVFP4" in arms["stock_nvfp4_humming"]["failed"], "a CPU has none of vLLM's kernels"
+    assert arms["fp8"]["batch"]["2"]["tokens_per_s"] > 0 and arms["bf16"]["batch"]["2"]["tokens_per_s"] > 0
+    kernel = "ChannelWiseTorchFP8ScaledMMLinearKernel"
+    assert arms["fp8"]["linears"] == [{"method": "Fp8PtpcOnlineLinearMethod", "kernel": kernel, "layers": 8}]
+    assert arms["bf16"]["linears"] == [{"method": "UnquantizedLinearMethod", "kernel": "none", "layers": 8}]
+
+
+@pytest.mark.parametrize(
+    ("arm", "method", "kernel", "wrong"),
+    [
+        ("bf16_merged", "UnquantizedLinearMethod", "none", ("Fp8PtpcOnlineLinearMethod", "X")),
+        ("bf16", "UnquantizedFusedMoEMethod", "none", ("QerlLinearMethod", "Tiled")),
+        ("fp8_merged", "Fp8PtpcOnlineLinearMethod", "CutlassFP8ScaledMMLinearKernel", ("Fp8LinearMethod", "X")),
+        ("fp8", "Fp8PtpcOnlineMoEMethod", "TRITON", ("Fp8PtpcOnlineMoEMethod", "MARLIN")),
+        ("nf4", "BitsAndBytesLinearMethod", "none", ("UnquantizedLinearMethod", "none")),
+        ("stock_nvfp4", "CompressedTensorsLinearMethod", "MarlinNvFp4LinearKernel", ("CompressedTensors", "HUMMING")),
+        (
+            "stock_nvfp4_humming",
+            "CompressedTensorsLinearMethod",
+            "HummingNvFp4LinearKernel",
+            ("CompressedTensorsLinearMethod", "MarlinNvFp4LinearKernel"),
+        ),
+        (
+            "stock_nvfp4_humming_slots",
+            "CompressedTensorsW4A4Nvfp4MoEMethod",
+            "HUMMING",
+            ("CompressedTensorsW4A4Nvfp4MoEMethod", "MARLIN"),
+        ),
+        ("qerl_nvfp4", "QerlLinearMethod", "Tiled", ("CompressedTensorsLinearMethod", "MarlinNvFp4LinearKernel")),
+        ("qerl_nvfp4_slots_marlin", "QerlOnlineLinearMethod", "Marlin", ("QerlOnlineLinearMethod", "Tiled")),
+    ],
+)
+def test_a_kernel_must_be_the_named_one(arm: str, method: str, kernel: str, wrong: tuple[str, str]) -> None:
+    right = {"method": method, "kernel": kernel, "layers": 9}
+    linear_kernels.check(arm, [right])
+    for found in ([right, {"method": wrong[0], "kernel": wrong[1], "layers": 1}], []):
+        with pytest.raises(RuntimeError, match=f"another kernel than arm {arm} names"):
+            linear_kernels.check(arm, found)
+
+
+def test_stock_arms_ask_vllm_for_their_kernel() -> None:
+    config: dict[str, Any] = {"model_type": "qwen2"}
+    options = {arm: rollout_arm.options(arm, 8, config) for arm in ARMS}
+    slots = options["bf16"]
+    humming = {"linear_backend": "humming", "moe_backend": "humming"}
+    assert options["fp8_merged"] == {"quantization": "fp8_per_channel"} and options["stock_nvfp4_humming"] == humming
+    assert options["fp8"] == {**slots, "quantization": "fp8_per_channel"}
+    assert options["stock_nvfp4_humming_slots"] == {**slots, **humming} and slots["max_lora_rank"] == 8
+    assert options["stock_nvfp4"]["linear_backend"] == "marlin"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("interleave", [False, True])
 def test_a_mixture_is_measured_on_one_written_checkpoint(tmp_path: Path, interleave: bool) -> None:
@@ -155,7 +226,7 @@ def test_stock_arms_are_asked_in_vllms_way(arm: str, way: str, monkeypatch: pyte
         ways.append("ours")
         return [SimpleNamespace(ids=[1, 2]) for _ in ids]
 
-    monkeypatch.setattr(rollout_arm, "start", lambda request: (Engine(), SimpleNamespace(request=None)))
+    monkeypatch.setattr(rollout_arm, "start", lambda request, figures: (Engine(), SimpleNamespace(request=None)))
     monkeypatch.setattr(sampling, "generate", ours)
     monkeypatch.setattr(rollout_arm, "_cache_tokens", lambda llm: 1)
     figures: dict[str, Any] = {}
@@ -281,6 +352,8 @@ def test_a_cache_holds_the_largest_case_and_the_prefill(h200: None) -> None:
     token, work = 2 * 28 * 4 * 128 * 2, [Case(8, 256, 512), Case(64, 256, 1024), Case(256, 256, 512)]
     assert memory_of("7B", ["bf16"], work) == {"bf16": int(1.1 * 256 * (768 + 16) * token)}
     assert memory_of("7B", ["bf16"], work, "fp8") == {"bf16": int(1.1 * 256 * (768 + 16) * token / 2)}
+    stock = memory_of("7B", ["fp8_merged", "stock_nvfp4_humming", "stock_nvfp4_humming_slots", "fp8"], work)
+    assert set(stock.values()) == {int(1.1 * 256 * (768 + 16) * token)}
     assert memory_of("7B", ["bf16"], work[:1]) == {"bf16": int(1.1 * 64 * (768 + 16) * token)}, "64 prompts, not 8"
     assert memory_of("7B", ["bf16"], work, parallel=2) == {"bf16": int(1.1 * 256 * (768 + 16) * token / 2)}
 
@@ -295,7 +368,7 @@ def test_engines_that_do_not_fit_together_are_refused(h200: None) -> None:
     assert "149.8 GB of its 150.8 GB are free" in message and "or leave --interleave out" in message
     # The weights of 32B take 65.5 GB, by hand. The cache is 1.1 x 256 x (256 + 16) tokens of 256 KiB.
     assert "bf16_merged" in message and "(cache 20.1 GB, weights 65.5 GB, at work" in message
-    with pytest.raises(ValueError, match="9 engines at once"):
+    with pytest.raises(ValueError, match=f"{len(ARMS)} engines at once"):
         memory_of("7B", ARMS, [Case(256, 256, 512)])
 
 
