@@ -65,14 +65,17 @@ def conduct(
     return folder / "README.md"
 
 
-def _write_page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Path, folder: Path) -> None:
-    tables = {pages.COMPARISONS: compared(study, values), pages.CONFIGURATIONS: by_arm(study, rows, values)}
+def _write_page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Path, folder: Path) -> pd.DataFrame:
+    """Write page, plot and tables of a study into ``folder``, and return its comparisons."""
+    found = compared(study, values)
+    tables = {pages.COMPARISONS: found, pages.CONFIGURATIONS: by_arm(study, rows, values)}
     for name, content in tables.items():
         if content.empty:  # no comparison is planned
             continue
         write_text(folder / name, content.to_csv(index=False, float_format="%.5g", lineterminator="\n"))
     pages.draw(study, rows, values, folder / pages.CURVES)
-    write_text(folder / "README.md", pages.page(study, rows, values, file, folder / TABLE))
+    write_text(folder / "README.md", pages.page(study, rows, values, found, file, folder / TABLE))
+    return found
 
 
 def sum_up(folder: Path) -> Path:
@@ -83,16 +86,16 @@ def sum_up(folder: Path) -> Path:
     files = sorted(folder.glob("*.yaml"))
     if not files:
         raise StudyError(f"{folder} has no study file, NAME.yaml")
-    found = {}
+    found, tables = {}, {}
     for file in files:
         study, table = read(file), beside(file)
         rows = read_table(table) if table.is_file() else pd.DataFrame()
         values = final(rows, study.target_reward) if len(rows) else pd.DataFrame()
         if len(rows):
             refuse_other_plan(study, rows, table)
-            _write_page(study, rows, values, file, table.parent)
+            tables[file] = _write_page(study, rows, values, file, table.parent)
         found[file] = study, rows, values
-    write_text(folder / "README.md", pages.overview(folder, found))
+    write_text(folder / "README.md", pages.overview(folder, found, tables))
     return folder / "README.md"
 
 

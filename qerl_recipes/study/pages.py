@@ -14,7 +14,6 @@ from qerl_recipes.study.results import (
     ACCURACY,
     CUT,
     PLANNED,
-    compared,
     comparisons,
     counted,
     cut,
@@ -35,9 +34,11 @@ OF_CLAIMS = (
 )
 
 
-def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Path, table: Path) -> str:
-    """Return the page of a study: question, answer, one table, one plot, and the command that repeats it."""
-    found = compared(study, values)
+def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path, table: Path) -> str:
+    """Return the page of a study: question, answer, one table, one plot, and the command that repeats it.
+
+    ``found`` has the comparisons of the study (``results.compared``).
+    """
     title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
     lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
     if answer := answered(study, values, found):
@@ -198,13 +199,17 @@ def markdown(table: pd.DataFrame) -> list[str]:
     return [f"| {' | '.join(row)} |".replace(" --- ", "---") for row in rows]
 
 
-def overview(folder: Path, found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]]) -> str:
+def overview(
+    folder: Path,
+    found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]],
+    tables: Mapping[Path, pd.DataFrame],
+) -> str:
     """Return the page over all studies of a folder: what was found, every claim, and how to run one.
 
     ``found`` maps each study's file to its plan, the rows of its table (none if there is no table), and its values.
+    ``tables`` maps the file of each study that has a table to its comparisons (``results.compared``).
     """
     run = {file: of for file, of in found.items() if len(of[1])}
-    tables = {file: compared(study, values) for file, (study, _, values) in run.items()}
     counts = [counted(study, values)[0] for study, _, values in run.values()]
     cost = pd.DataFrame([hours(rows) for _, rows, _ in run.values()]).sum().to_dict()
     where = os.path.relpath(folder)

@@ -34,6 +34,10 @@ def accuracies(of_a, of_b, first=0):
     return [(arm, first + s, 9, "accuracy", v) for arm, of in (("a", of_a), ("b", of_b)) for s, v in enumerate(of)]
 
 
+def page_of(plan, rows, values):
+    return pages.page(plan, rows, values, results.compared(plan, values), Path("study.yaml"), Path(TABLE))
+
+
 # These tests are about the committed studies.
 
 
@@ -44,7 +48,7 @@ def at_root(monkeypatch):
 
 
 def test_committed_pages_are_those_of_the_committed_tables(at_root):
-    found = {}
+    found, comparisons = {}, {}
     for file in sorted(at_root.glob("*.yaml")):
         study, table = read(file), file.with_suffix("") / TABLE
         if not table.is_file():
@@ -53,15 +57,20 @@ def test_committed_pages_are_those_of_the_committed_tables(at_root):
         rows = read_table(table)
         values = results.final(rows, study.target_reward)
         found[file] = study, rows, values
+        comparisons[file] = results.compared(study, values)
         page = (table.parent / "README.md").read_text()
-        assert page == pages.page(study, rows, values, file, table), "run: qerl study recipes/studies"
-        tables = {pages.COMPARISONS: results.compared(study, values)}
+        assert page == pages.page(study, rows, values, comparisons[file], file, table), (
+            "run: qerl study recipes/studies"
+        )
+        tables = {pages.COMPARISONS: comparisons[file]}
         tables[pages.CONFIGURATIONS] = results.by_arm(study, rows, values)
         for name, content in tables.items():
             made = content.to_csv(index=False, float_format="%.5g", lineterminator="\n")
             assert content.empty or (table.parent / name).read_text() == made, "run: qerl study recipes/studies"
         assert (table.parent / pages.CURVES).stat().st_size > 10_000 and "{" not in page
-    assert pages.overview(at_root, found) == (at_root / "README.md").read_text(), "run: qerl study recipes/studies"
+    assert pages.overview(at_root, found, comparisons) == (at_root / "README.md").read_text(), (
+        "run: qerl study recipes/studies"
+    )
 
 
 # These are values that earlier versions of this code published, computed differently.
@@ -190,12 +199,12 @@ def test_runs_whose_answers_do_not_end_are_named_and_left_out(study, rows_table)
     assert results.cut(values).to_dict() == {("b", 1): pytest.approx(0.9)}  # exactly a tenth is not above the limit
     (without,) = results.without_cut(plan, values)
     assert without.difference == pytest.approx(0.11) and without.seeds == 2
-    page = pages.page(plan, rows, values, Path("study.yaml"), Path(TABLE))
+    page = page_of(plan, rows, values)
     assert "of their completions cut: b seed 1 (90 %); comparisons.csv has" in page and "+0.7 (-" in page
     found = results.compared(plan, values)
     assert found.difference[found.kind == "planned, without cut runs"].tolist() == pytest.approx([0.11])
     fine = results.final(rows.assign(value=rows.value.where(rows.metric != "completion_clipped", 0.1)), None)
-    assert "completions cut" not in pages.page(plan, rows, fine, Path("study.yaml"), Path(TABLE))
+    assert "completions cut" not in page_of(plan, rows, fine)
     assert results.without_cut(plan, fine) == []
 
 
@@ -206,7 +215,7 @@ def test_runs_of_two_states_are_counted(study, rows_table):
     values = results.final(rows, None)
     (found,), (by_t,) = results.comparisons(plan, values), results.comparisons(plan, values, by_t=True)
     assert found.above == (7, 1) and found.verdict() == "higher" and by_t.above is None and by_t.low > 0
-    page = pages.page(plan, rows, values, Path("study.yaml"), Path(TABLE))
+    page = page_of(plan, rows, values)
     assert f"| b | a | 7 | 82.1 % | 63.1 % | 7 | 1 | {found.p:.3f} | higher |" in page and "Fisher's exact test" in page
     assert results.verdicts(plan, values, plan.claims).verdict.tolist() == ["supported"]
     states = results.by_arm(plan, rows, values).query("metric == 'in_upper_state'")
