@@ -1,58 +1,10 @@
-"""Test the entry point, which is idempotent, light and found by vLLM, and which versions of vLLM are accepted."""
-
-import ast
-import sys
+"""Test that the entry point is idempotent, and which versions of vLLM are accepted."""
 
 import pytest
 
 from qerl_vllm_plugin import register
 from qerl_vllm_plugin.compat import engine
 from qerl_vllm_plugin.worker import methods
-
-# The first attempts run in forked copies of this process, since vLLM has to find the plugin itself afterwards. The
-# fastest attempt counts: a busy machine or a cold disk is not the plugin's fault.
-FRESH_PROCESS = """
-import os, sys, time
-import vllm.engine.arg_utils
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
-
-for attempt in range(3):
-    child = os.fork()
-    if child == 0:
-        before = set(sys.modules)
-        start = time.process_time()
-        from qerl_vllm_plugin import register
-        register()
-        milliseconds = 1e3 * (time.process_time() - start)
-        register()
-        assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
-        new = {name.split(".")[0] for name in set(sys.modules) - before}
-        assert attempt or get_quantization_config("qerl_nvfp4").__name__ == "QerlConfig"
-        print("registered", milliseconds, sorted(new), flush=True)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child failed"
-
-assert "qerl_vllm_plugin" not in sys.modules and "qerl_nvfp4" not in QUANTIZATION_METHODS
-from vllm.plugins import load_general_plugins
-import vllm.v1.worker.worker_base
-load_general_plugins()
-load_general_plugins()
-assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
-assert callable(vllm.v1.worker.worker_base.WorkerBase.qerl_swap)
-print("loaded")
-"""
-
-
-@pytest.mark.integration
-def test_register_takes_under_50_ms_and_vllm_finds_it(run_process, tmp_path):
-    run_process([sys.executable, "-c", FRESH_PROCESS], tmp_path / "log")
-    lines = (tmp_path / "log").read_text().strip().splitlines()
-    registered = [line.split(" ", 2)[1:] for line in lines if line.startswith("registered ")]
-    assert len(registered) == 3
-    assert min(float(milliseconds) for milliseconds, _ in registered) < 50
-    for _, packages in registered:
-        assert set(ast.literal_eval(packages)) <= {"qerl_vllm_plugin", "qerl_kernels"}
-    assert lines[-1] == "loaded"
 
 
 def test_register_is_idempotent_beside_a_worker():
