@@ -226,6 +226,7 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
             ends = (self.args.sigma_start, self.args.sigma_end, self.args.num_stages)
             sigma = self._schedule(rollout, self.rollouts(), *ends)
         noisy_norms = self.vllm_generation.begin(rollout, sigma)
+        self.starts.open(rollout)
         self._last_loaded_step = self.state.global_step
         self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "both" else None
         self._set_noise()
@@ -535,6 +536,7 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the reward on held-out prompts as TRL does, with the noise off in engine and trainer."""
         self.vllm_generation.begin_evaluation()
+        self.starts.open("evaluation")
         self._last_loaded_step = self.state.global_step
         norms.clear_noise(self.model)
         try:

@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import Episode, Player, for_trl, in_one_type
 from qerl_recipes.rollout.interface import RolloutEngine, TakesTurns
+from qerl_recipes.tasks.environments import Starts
 from qerl_recipes.train import loss, metrics
 
 RolloutFunc = Callable[[list[Any], GRPOTrainer], dict[str, Any]]
@@ -44,6 +45,19 @@ class TurnsTrainer(GRPOTrainer):
         if not self.tools:
             self._turns.close()
         return output
+
+    @functools.cached_property
+    def starts(self) -> Starts:
+        """Return what gives the environments of a group the same seed; it is opened anew for each rollout."""
+        return Starts(self.args.seed)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.environment_factories is not None:
+            resets = [pool[0].reset for pool in self._environment_pool.values()]
+            first = self.accelerator.process_index * len(inputs)
+            group = self.num_generations if self.model.training else self.num_generations_eval
+            inputs = self.starts.seeded(inputs, resets, first, group)
+        return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _player(self) -> Player:

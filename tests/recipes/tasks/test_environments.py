@@ -287,3 +287,30 @@ def test_what_is_resolved_reaches_the_trainer(long_recipe, monkeypatch):
     assert len(made[0]["train_dataset"]) == 2 and made[0]["reward_funcs"] == []
     train.build(settled(long_recipe()))
     assert not {"tools", "environment_factory", "rollout_func"} & made[1].keys()
+
+
+# seeds
+
+
+def test_rows_keep_their_own_seeds_and_get_none_that_reset_does_not_take():
+    starts, rows = environments.Starts(0), [{"prompt": "p", "answer": "a"}] * 4
+    resets = {kind: kind().reset for kind in (acting.Counter, acting.Seedless, acting.Silent)}
+    (first, *_, last) = starts.seeded(rows, [resets[acting.Counter]], 0, 2)
+    assert first["seed"] != last["seed"] and "seed" not in rows[0]
+    assert "seed" in starts.seeded(rows, [resets[acting.Silent]], 0, 2)[0], "**row takes it"
+    assert starts.seeded(rows, [resets[acting.Seedless]], 0, 2) is rows
+    own = [{**row, "seed": 7} for row in rows]
+    assert starts.seeded(own, [resets[acting.Counter]], 0, 2) is own
+
+
+def test_ranks_meet_the_environments_of_one_process():
+    rows, reset = [{"prompt": "p"}] * 8, [acting.Counter().reset]
+
+    def drawn(first, count, run=0, rollout=3):
+        starts = environments.Starts(run)
+        starts.open(rollout)
+        return [row["seed"] for row in starts.seeded(rows[:count], reset, first, 4)]
+
+    assert drawn(0, 4) + drawn(4, 4) == drawn(0, 8)
+    assert len({*drawn(0, 4), *drawn(0, 4, run=1), *drawn(0, 4, rollout=4), *drawn(0, 4, rollout="evaluation")}) == 4
+    assert all(0 <= seed < 2**31 for seed in drawn(0, 8))
