@@ -5,11 +5,12 @@ from typing import Any
 
 
 class HigherLower:
-    """Think of a number from 1 to ``largest``, and answer guesses until it is found.
+    """Think of a number from 1 to ``largest``, and answer each guess with the range that is left.
 
     The number follows from the seed alone, so that all episodes of a group look for the same one. An episode scores 1
-    if the first guess is right, and less for each further one: 1 - (guesses - 1) / ``most``. It scores 0 if ``most``
-    guesses do not find the number. Raises ValueError for a ``largest`` or ``most`` below 1.
+    if the first guess is right, and for each further guess of ``most`` a share of 1/2 less, down to above 1/2. If it
+    does not find the number, it scores half of the share of numbers that it has ruled out. Raises ValueError for a
+    ``largest`` or ``most`` below 1.
     """
 
     def __init__(self, largest: int = 9, most: int = 5) -> None:
@@ -19,8 +20,9 @@ class HigherLower:
 
     def reset(self, seed: int = 0, **row: Any) -> str:
         self._number = random.Random(seed).randint(1, self._largest)
+        self._low, self._high = 1, self._largest
         self._guesses, self._is_found = 0, False
-        return f"1-{self._largest}"
+        return self._range()
 
     def guess(self, number: int) -> str:
         """Guess the number that was thought of.
@@ -29,14 +31,21 @@ class HigherLower:
             number: The guess.
 
         Returns:
-            "+" if the number is higher than the guess, "-" if it is lower, and "=" if this is the number.
+            "=" if this is the number, else the range in which it is, such as 6-9.
         """
         if not self._is_found:
             self._guesses += 1
             self._is_found = number == self._number
-        return "+" if number < self._number else "-" if number > self._number else "="
+        if number < self._number:
+            self._low = max(self._low, number + 1)
+        elif number > self._number:
+            self._high = min(self._high, number - 1)
+        return "=" if self._is_found else self._range()
+
+    def _range(self) -> str:
+        return f"{self._low}-{self._high}"
 
     def get_reward(self) -> float:
-        if not self._is_found or self._guesses > self._most:
-            return 0.0
-        return 1 - (self._guesses - 1) / self._most
+        if self._is_found and self._guesses <= self._most:
+            return 1 - (self._guesses - 1) / (2 * self._most)
+        return (self._largest - 1 - self._high + self._low) / (2 * self._largest)

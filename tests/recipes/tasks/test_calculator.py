@@ -28,19 +28,30 @@ def test_the_number_of_a_game_follows_from_its_seed_alone():
     for seed in range(50):
         assert {game.reset(seed=seed, prompt="") for game in games} == {"1-9"}
         answers = [[game.guess(guess) for guess in range(1, 10)] for game in games]
-        assert answers[0] == answers[1] and answers[0].count("=") == 1
-        numbers.append(1 + answers[0].index("="))
-        assert answers[0] == ["+"] * (numbers[-1] - 1) + ["="] + ["-"] * (9 - numbers[-1])
+        number = 1 + answers[0].index("=")
+        assert answers[0] == answers[1]
+        assert answers[0] == [f"{guess + 1}-9" for guess in range(1, number)] + ["="] * (10 - number)
+        numbers.append(number)
     assert set(numbers) == set(range(1, 10))
 
 
-@pytest.mark.parametrize(("wrong", "reward"), [(0, 1.0), (1, 0.5), (2, 0.0), (3, 0.0)])
+def test_each_guess_leaves_a_range_in_which_the_number_is():
+    game = HigherLower()
+    game.reset(seed=1)
+    game._number = 4
+    ranges = [(7, "1-6"), (2, "3-6"), (12, "3-6"), (-3, "3-6"), (6, "3-5")]
+    assert [game.guess(number) for number, _ in ranges] == [left for _, left in ranges]
+    assert game.get_reward() == (9 - 3) / 9 / 2
+    assert game.guess(4) == "=" and game.get_reward() == (9 - 1 - 5 + 3) / 9 / 2, "the sixth guess is one too many"
+
+
+@pytest.mark.parametrize(("wrong", "reward"), [(0, 1.0), (1, 0.75), (2, 0.0), (3, 0.0)])
 def test_each_guess_costs_until_none_is_left(wrong, reward):
     game = HigherLower(largest=1, most=2)
     game.reset()
     assert game.get_reward() == 0
     for _ in range(wrong):
-        assert game.guess(0) == "+"
+        assert game.guess(0) == "1-1"
     assert game.guess(1) == "=" and game.get_reward() == reward
     game.guess(0)
     assert game.get_reward() == reward, "what is guessed after the number was found does not count"
