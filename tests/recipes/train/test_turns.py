@@ -216,7 +216,7 @@ def test_an_environment_is_reset_for_each_episode_and_may_own_its_reward(reward,
     assert [one.resets for one in trainer.environments] == [2] * 8
     assert {one.at for one in trainer.environments} == {6} and records[0]["rewards/Walk/mean"] == 6.0
     assert records[0]["reward"] == 6.0 + records[0].get("rewards/digits/mean", 0.0)
-    assert set(trainer.environments[0].row) == {"prompt", "answer"}
+    assert set(trainer.environments[0].row) == {"prompt", "answer", "seed"}
     prompts = [request.prompt for request in trainer.vllm_generation.asked[0]]
     assert all(prompt[-2:] == calling.ids("7<assistant>") for prompt in prompts), "what reset returns is in the prompt"
     assert records[0]["turns"] == 3.0 and records[0]["tool_calls"] == 3.0
