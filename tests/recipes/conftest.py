@@ -143,7 +143,8 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading, "load", changed)
-            data = running_sum.training_set(rows, 0) if turns is None else calling.prompts(rows)
+            problems = running_sum.training_set if turns is None else calling.prompts
+            data = problems(rows, 0)
             start_hash = None if adapter is None else open_adapter(adapter).sha256()
             arguments = {"train_dataset": data, **(turns or {})}
             trainer = assemble(
@@ -155,7 +156,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
                 attn_implementation=attention,
                 reward_funcs=reward if isinstance(reward, list) else [reward],
                 run=describe(args, base, data, start=start_hash),
-                eval_dataset=running_sum.training_set(8, 1) if args.eval_strategy != "no" else None,
+                eval_dataset=problems(8, 1) if args.eval_strategy != "no" else None,
                 processing_class=running_sum.tokenizer() if turns is None else calling.tokenizer(),
                 **arguments,
             )

@@ -4,6 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import calling
 import digit_rewards
 import httpx
 import pandas as pd
@@ -93,6 +94,40 @@ def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_proc
     run_process(launch(recipe, "--resume_from_checkpoint", "true"), tmp_path / "again", **path)
     assert {name: (run / "adapter" / name).read_bytes() for name in whole} == whole
     assert read_metrics(run) == records and records[1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_processes_with_one_engine_take_different_numbers_of_turns(
+    write_recipe, run_process, read_metrics, make_nvfp4, tmp_path
+):
+    """Check that a process without calls computes with the other, whose episodes go on."""
+    model, data = tmp_path / "model", tmp_path / "prompts.jsonl"
+    shutil.copytree(make_nvfp4("qwen2"), model)
+    calling.tokenizer().save_pretrained(model)
+    data.write_text("".join(json.dumps(row) + "\n" for row in calling.prompts(16)))
+    recipe = write_recipe(
+        model_name_or_path=str(model),
+        dataset_name=str(data),
+        dataset_size=None,
+        tools=["calling.double"],
+        reward_funcs=["digit_rewards.digits"],
+        generation_kwargs={"stop_token_ids": calling.ENDS},
+        max_tool_calling_iterations=3,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        max_completion_length=40,
+        vllm_tensor_parallel_size=2,
+        log_completions=True,
+    )
+    folders = [Path(module.__file__).parent for module in (digit_rewards, calling)]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    run_process(launch(recipe), tmp_path / "log", PYTHONPATH=path)
+    records = read_metrics(tmp_path / "run")
+    assert max(record["logp_diff_mean"] for record in records) < 0.05
+    tables = [pd.read_parquet(file) for file in sorted((tmp_path / "run" / "completions").glob("*.parquet"))]
+    turns = [[len(text.splitlines()) for text in table["turns"]] for table in tables]
+    assert any(max(of[:2]) != max(of[2:]) for of in turns), turns
 
 
 @pytest.mark.slow

@@ -54,14 +54,17 @@ def in_turn(*lines):
 
 @pytest.fixture
 def train(make_trainer, make_nvfp4, read_metrics):
-    """Return train(say, turns, reward, **settings), which trains a step; it returns the trainer and the lines."""
+    """Return train(say, turns, reward, **settings), which trains a step; it returns the trainer and the lines.
 
-    def run(say, turns=TOOLS, reward=digits, before=lambda trainer: None, **settings):
+    Without ``say`` the engine draws. ``before`` is called with the trainer, and ``resume`` is a checkpoint.
+    """
+
+    def run(say, turns=TOOLS, reward=digits, before=lambda trainer: None, resume=None, **settings):
         settings = {**SCRIPTED, "max_completion_length": 32, "vllm_max_model_length": 64, **settings}
         trainer = make_trainer(make_nvfp4("qwen2"), reward, turns=turns, **settings)
         trainer.vllm_generation.say = say
         before(trainer)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         return trainer, read_metrics(trainer)
 
     return run
@@ -162,6 +165,39 @@ def test_a_rollout_has_one_policy_whatever_its_turns(train):
     trainer, records = train(drawn, max_steps=2)
     assert [record["adapter_version"] for record in records] == [1, 2] and trainer.vllm_generation.version == 2
     assert len(trainer.vllm_generation.asked) > 2, "of several turns"
+
+
+@pytest.mark.parametrize("kind", ["tools", "rollout function"])
+def test_turns_have_ended_when_processes_gather(kind, train):
+    """Check that no process waits in TRL's gathering for one that needs it in a shared engine."""
+    turns, held = {"tools": TOOLS, "rollout function": {"rollout_func": asks_twice}}[kind], []
+
+    def watch(trainer):
+        engine, gather = trainer.vllm_generation, trainer.accelerator.gather
+        complete = engine._complete
+        engine._complete = lambda *given: held.append(("turn", engine._seeds._is_held)) or complete(*given)
+        trainer.accelerator.gather = lambda own: held.append(("gather", engine._seeds._is_held)) or gather(own)
+
+    train(in_turn("{double 4}<eos>", "7<eos>"), turns, before=watch)
+    assert set(held) == {("turn", True), ("gather", False)} and held.count(("turn", True)) == 2
+
+
+def test_promise_08_turns_resume_to_the_same_bits(train, read_metrics, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    whole, records = train(None, **saves)
+    folder = f"{whole.args.output_dir}/checkpoint-1"
+    resumed, rest = train(None, output_dir=str(tmp_path / "resumed"), resume=folder, **saves)
+    assert rest == records[1:] and rest[0]["turns"] > 1
+    ours, theirs = (dict(one.model.named_parameters()) for one in (resumed, whole))
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
+def test_an_evaluation_plays_the_same_episodes_every_time(train):
+    """Check that what training has drawn before does not change what an evaluation draws."""
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0, "max_steps": 2}
+    _, (_, first, _, second) = train(None, **evaluates)
+    assert {**first, "step": 2} == second and first["eval/turns"] > 1 and first["eval/tool_calls"] > 0
+    assert first["eval/completion_clipped"] == 1.0 and first["eval/episodes_cut"] > 0
 
 
 @pytest.mark.parametrize("kind", ["plain", "dynamic sampling", "several steps"])
