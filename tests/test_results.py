@@ -115,6 +115,18 @@ def test_rollouts_of_the_page_are_those_of_their_file(name):
             assert f"| {' / '.join(ratios)} |" in line
 
 
+def test_rollouts_of_unequal_lengths_have_a_table(ledger):
+    drawn = {"64": {"mean": 1353.1, "longest": 4096}, "8": {"mean": 900, "longest": 2000}}
+    file = {"shape": "7B", "lengths": {"chosen": "lognormal:1440,0.8,4096", "batch": drawn}, "arms": {}}
+    for arm, rate in (("fp8_merged", 5000.0), ("qerl_nvfp4", 6000.0)):
+        row = {"seconds": [9.0, 12.0, 10.0], "tokens_per_s": rate, "below_16": [0.3, 0.4, 0.9], "below_64": [1, 1, 1]}
+        file["arms"][arm] = {"uneven": {"64": row, "8": {**row, "tokens_per_s": 1000.0}}}
+    *_, merged, ours = ledger.unequal_rollouts({"rollout_uneven": file, "other": {"arms": {"bf16": {}}}}).splitlines()
+    assert merged.startswith("| 7B, lognormal:1440,0.8,4096 | FP8 W8A8, adapter merged | 64 / 8 | 1,353, 4,096 / 900,")
+    assert "| 10.0 / 10.0 | 5,000 / 1,000 | 1 | 40 %, 100 % / 40 %, 100 % | `rollout_uneven.json` |" in merged
+    assert "| QeRL |" in ours and "| 6,000 / 1,000 | 1.20x / 1.00x |" in ours
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("train")])
 def test_steps_of_the_page_are_those_of_their_file(name):
     summary = FILES[name]["summary"]

@@ -115,6 +115,33 @@ def rollouts(files: dict[str, dict[str, Any]]) -> str:
     return table([*head, "decoding alone", "prefill", "spread, at most", "file"], rows)
 
 
+def unequal_rollouts(files: dict[str, dict[str, Any]]) -> str:
+    """Return the rollouts of unequal lengths as ``rollouts`` does; empty where no file has any."""
+    rows = []
+    for name, result in files.items():
+        arms = {arm: found for arm, found in result.get("arms", {}).items() if "uneven" in found}
+        for arm, found in arms.items() if "lengths" in result else ():
+            cases, drawn = found["uneven"], result["lengths"]["batch"]
+            first = next(iter(arms.values()))["uneven"]
+            shares = ((case[f"below_{few}"] for few in (16, 64)) for case in cases.values())
+            rows.append(
+                [
+                    f"{model(result)}, {result['lengths']['chosen']}",
+                    configuration(arm),
+                    listed(cases),
+                    listed(f"{drawn[batch]['mean']:,.0f}, {drawn[batch]['longest']:,}" for batch in cases),
+                    listed(f"{median(case['seconds']):.1f}" for case in cases.values()),
+                    listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
+                    relative(cases, first, lambda case: case["tokens_per_s"]),
+                    listed(", ".join(f"{median(share):.0%}".replace("%", " %") for share in both) for both in shares),
+                    f"`{name}.json`",
+                ]
+            )
+    head = ["model, lengths", "configuration", "sequences", "tokens out: mean, longest", "seconds to the last token"]
+    head += ["tokens/s", "to the file's first", "time with fewer than 16, 64 left", "file"]
+    return table(head, rows) if rows else ""
+
+
 def relative(cases: dict[str, Any], first: dict[str, Any], value: Callable[[Any], float | None]) -> str:
     """Return the ratios of ``value`` over the cases that both configurations have, or ``-``; 1 for the first itself."""
     if cases is first:
@@ -337,6 +364,7 @@ def page(folder: Path = RESULTS) -> str:
     """Return the ledger."""
     files = measured(folder)
     points = files["random_NVIDIA_H200"]
+    uneven = unequal_rollouts(files)
     random_head = [
         "tokens",
         "target, at 95 % of the points",
@@ -355,6 +383,7 @@ def page(folder: Path = RESULTS) -> str:
         "![Rollout speed over the number of sequences](rollout_NVIDIA_H200.png)\n",
         "*Tokens per second of a rollout over the number of sequences, log-probabilities on.*\n",
         rollouts(files),
+        *(["\nWith completions of unequal lengths, the same for all configurations:\n", uneven] if uneven else []),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
         "*Seconds of the second step, measured once. 64 completions of 1,024 tokens; all configurations have the same"

@@ -37,6 +37,14 @@ def rollout(
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
     rank: Rank = 32,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|lognormal:MEAN,SIGMA,MAX",
+            help="Measure each number of sequences also with completions of unequal lengths: drawn from a file of "
+            "numbers of tokens, or at random; lognormal alone is lognormal:1440,0.8,4096.",
+        ),
+    ] = None,
     repeats: Annotated[
         int | None, typer.Option(help="Repeat each case this often in a round, after one that warms up; default: 3.")
     ] = None,
@@ -82,6 +90,7 @@ def rollout(
         arms=arms.split(","),
         engine=_json_object("--engine", engine),
         rank=rank,
+        lengths=lengths,
         repeats=repeats,
         rounds=rounds,
         tensor_parallel_size=tensor_parallel_size,

@@ -23,13 +23,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.bench import decode_profile, rollout_memory
+from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, ask_once, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
-from qerl_recipes.bench.rollout_arm import ARMS, Case, Order, orders, prefill
+from qerl_recipes.bench.rollout_arm import ARMS, FEW, Case, Order, orders, prefill
 from qerl_recipes.recipe.shapes import full_name
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {"model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"}
@@ -54,6 +58,7 @@ def run(
     *,
     arms: Sequence[str] = ("bf16_merged", "bf16", "qerl_nvfp4"),
     rank: int = 32,
+    lengths: str | None = None,
     repeats: int | None = None,
     rounds: int = 1,
     tensor_parallel_size: int = 1,
@@ -66,6 +71,9 @@ def run(
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
+
+    With ``lengths`` (``bench.lengths.draw``), every number of sequences is also measured with completions of unequal
+    lengths, which are the same in all arms.
 
     ``profile`` says where the time of a decode step goes, instead of rates (``bench.decode_profile``); the profiler's
     traces lie beside ``output``. ``interleave`` starts the engines of all arms at once, if they fit on the GPU
@@ -81,7 +89,14 @@ def run(
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
     _check_names(arms, kv_cache_dtype, engine, variants, interleave)
+    if profile and lengths is not None:
+        raise ValueError("--profile looks at a step of equal lengths, and --lengths times a whole rollout; use one")
     _check_modes(cases, repeats, rounds, tensor_parallel_size, profile, interleave)
+    drawn: dict[str, list[int]] = {}
+    if lengths is not None:
+        drawn = {str(case.batch): uneven.draw(lengths, case.batch) for case in cases}
+        each = [case._replace(output=max(own), lengths=own) for case in cases if (own := drawn[str(case.batch)])]
+        cases = [*cases, *{case.batch: case for case in each}.values()]
     repeats = REPEATS if repeats is None else repeats
     requests: dict[str, Figures] = {}
     for arm, variant, cache in itertools.product(arms, (None, *variants), kv_cache_dtype):
@@ -109,12 +124,13 @@ def run(
         "tensor_parallel_size": tensor_parallel_size,
         "repeats": repeats,
         "rounds": rounds,
+        **({"lengths": _about(lengths, drawn)} if lengths is not None else {}),
         "interleaved": interleave,
         "rest_seconds": rest_seconds,
         "engine": engine,
         "variants": {name: dict(own) for name, own in variants.items()},
         **conditions(),
-        "cached_tokens": max(case.batch * (case.input + case.output) for case in (*cases, prefill(cases))),
+        "cached_tokens": max(case.batch * case.input + sum(case.outputs) for case in (*cases, prefill(cases))),
         "arms": measured,
     }
 
@@ -124,6 +140,9 @@ def run(
             rate = row["batch"] * row["output"] / statistics.median(row["seconds"])
             case = Case(row["batch"], row["input"], row["output"])
             print(f"{name}, {case}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+        if row := figures.get("uneven"):
+            last = statistics.median(row["seconds"])
+            print(f"{name}, {row['batch']} of unequal lengths: {last:.1f} s", file=sys.stderr, flush=True)
         save(result, output)  # an arm takes minutes, and a run may be cut short
 
     with ended_cleanly(), tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
@@ -136,6 +155,12 @@ def run(
                 take_turns(ARM, left, cases, repeats, note, rest_seconds)
     _print(result)
     return result
+
+
+def _about(chosen: str, drawn: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return what a result says of its unequal lengths."""
+    by_batch = {batch: uneven.summary(own) for batch, own in drawn.items()}
+    return {"chosen": uneven.DEFAULT if chosen == "lognormal" else chosen, "seed": uneven.SEED, "batch": by_batch}
 
 
 def _check_names(
@@ -225,9 +250,9 @@ def take_turns(
                     note(name, {**error.figures, "failed": str(error)})
             return answers
 
-        def timed(number: int, case: Case) -> dict[str, list[float]]:
-            """Return the seconds of each repeat, for every arm that is left."""
-            seconds: dict[str, list[float]] = {name: [] for name in arms}
+        def repeated(number: int, case: Case) -> dict[str, list[Figures]]:
+            """Return the answers to each repeat, for every arm that is left."""
+            given: dict[str, list[Figures]] = {name: [] for name in arms}
             for order in orders(number, case, repeats):
 
                 def turn(arm: Arm, order: Order = order) -> Figures:
@@ -236,15 +261,27 @@ def take_turns(
 
                 for name, answer in each(turn).items():
                     if order.repeat:
-                        seconds[name].append(answer["seconds"])
-            return {name: seconds[name] for name in arms}
+                        given[name].append(answer)
+            return {name: given[name] for name in arms}
+
+        def timed(number: int, case: Case) -> dict[str, list[float]]:
+            """Return the seconds of each repeat, for every arm that is left."""
+            return {name: [one["seconds"] for one in given] for name, given in repeated(number, case).items()}
 
         for name, figures in each(Arm.hear).items():
             note(name, figures)
         for number, case in enumerate(cases):
+            if case.lengths:
+                for name, given in repeated(number, case).items():
+                    row: Figures = {"batch": case.batch, "input": case.input, "tokens": sum(case.lengths)}
+                    row["seconds"] = [one["seconds"] for one in given]
+                    row |= {f"below_{few}": [one["below"][str(few)] for one in given] for few in FEW}
+                    note(name, {"uneven": row})
+                continue
             first, whole = timed(number, case._replace(output=1)), timed(number, case)
             for name, seconds in whole.items():
-                note(name, {"case": {**case._asdict(), "seconds": seconds, "prefill_seconds": first[name]}})
+                row = {"batch": case.batch, "input": case.input, "output": case.output, "seconds": seconds}
+                note(name, {"case": {**row, "prefill_seconds": first[name]}})
         prompts = prefill(cases)
         for name, seconds in timed(len(cases), prompts).items():
             note(name, {"prefill": {"tokens": prompts.batch * prompts.input, "seconds": seconds}})
@@ -281,7 +318,8 @@ def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
         measured.setdefault("profile", []).extend(figures["profile"])
     if row := figures.get("case"):
         batch, tokens_in, tokens_out = row["batch"], row["input"], row["output"]
-        has_own_batch = len({case.batch for case in cases}) == len(cases)
+        equal = [case for case in cases if not case.lengths]
+        has_own_batch = len({case.batch for case in equal}) == len(equal)
         key = str(batch) if has_own_batch else f"{batch} x {tokens_in} + {tokens_out}"
         joined = measured.setdefault("batch", {}).setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
         whole, first = (joined[name] + row[name] for name in ("seconds", "prefill_seconds"))
@@ -289,6 +327,12 @@ def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
         joined |= {"seconds": whole, "prefill_seconds": first, **_rate(batch * tokens_out, whole)}
         joined["decode"] = _rate(batch * (tokens_out - 1), decoding)
         joined["prefill"] = _rate(batch * tokens_in, first)
+    if row := figures.get("uneven"):
+        repeated = ("seconds", *(f"below_{few}" for few in FEW))
+        rows = measured.setdefault("uneven", {})
+        before = rows.get(str(row["batch"]), {name: [] for name in repeated})
+        joined = {**row, **{name: before[name] + row[name] for name in repeated}}
+        rows[str(row["batch"])] = {**joined, **_rate(row["tokens"], joined["seconds"])}
     if prompts := figures.get("prefill"):
         seconds = measured.get("prefill", {}).get("seconds", []) + prompts["seconds"]
         measured["prefill"] = {**prompts, "seconds": seconds, **_rate(prompts["tokens"], seconds)}
@@ -338,6 +382,31 @@ def _print(result: dict[str, Any]) -> None:
         weights = figures["weights_gib"]
         rows.append([arm, *cells, "" if weights is None else f"{weights:.1f}"])
     console.print(table(title, [*columns, "prefill", "weights\nGiB"], rows))
+    if "lengths" in result:
+        _print_uneven(console, result, arms, others)
+    for arm, figures in arms.items():
+        runs = (f"{row['layers']} layers {row['method']}, {row['kernel']}" for row in figures.get("linears", ()))
+        console.print(f"{arm}: {'; '.join(runs)}", markup=False, soft_wrap=True)
+
+
+def _print_uneven(console: "Console", result: dict[str, Any], arms: Mapping[str, Figures], others: list[str]) -> None:
+    """Print a row of the rollouts of unequal lengths for each arm, with the same ratios as those of equal lengths."""
+    about = result["lengths"]
+    columns = [f"tokens/s, lengths from\n{about['chosen']}"]
+    for batch, drawn in about["batch"].items():
+        columns += [f"{batch} x {drawn['mean']:,.0f} out,\n{drawn['longest']:,} at most", "until the\nlast token"]
+        columns += [f"below {' / '.join(map(str, FEW))}"]
+    rows = []
+    for arm, figures in arms.items():
+        cells = [arm]
+        for batch in about["batch"]:
+            row = figures["uneven"][batch]
+            best = max(arms[other]["uneven"][batch]["tokens_per_s"] for other in others)
+            shares = (f"{statistics.median(row[f'below_{few}']):.0%}" for few in FEW)
+            cells += [_cell(row, best), f"{statistics.median(row['seconds']):.1f} s", " / ".join(shares)]
+        rows.append(cells)
+    title = "Unequal lengths: share of the time in which so few sequences were left"
+    console.print(table(title, columns, rows))
 
 
 def _at(figures: Figures, path: Sequence[str]) -> Figures:

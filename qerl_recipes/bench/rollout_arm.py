@@ -1,7 +1,8 @@
 """Time one arm of ``qerl bench rollout`` in a process of its own: start its engine and run its cases."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,17 +27,27 @@ FP8 = "fp8_per_channel"
 HUMMING = {"linear_backend": "humming", "moe_backend": "humming"}  # vLLM's options; the second is for experts
 PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
 WARM_UP_TOKENS = 16
+FEW = (16, 64)  # of unequal lengths: the share of the time is noted in which fewer sequences are left
 
 
 class Case(NamedTuple):
-    """Describe ``batch`` sequences of ``input`` tokens, with ``output`` tokens sampled for each."""
+    """Describe ``batch`` sequences of ``input`` tokens, with ``output`` tokens sampled for each.
+
+    Where ``lengths`` are given, one for each sequence, these are sampled, and ``output`` is the longest.
+    """
 
     batch: int
     input: int
     output: int
+    lengths: Sequence[int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.batch} x {self.input} in, {self.output} out"
+        return f"{self.batch} x {self.input} in, {'up to ' if self.lengths else ''}{self.output} out"
+
+    @property
+    def outputs(self) -> Sequence[int]:
+        """Return the number of sampled tokens of each sequence."""
+        return self.lengths or [self.output] * self.batch
 
 
 class Order(NamedTuple):
@@ -48,9 +59,7 @@ class Order(NamedTuple):
 
     number: int
     repeat: int
-    batch: int
-    input: int
-    output: int
+    case: Case
 
 
 def make_cases(batch: Sequence[int], input_len: Sequence[int], output_len: Sequence[int]) -> list[Case]:
@@ -76,14 +85,14 @@ def most_sequences(cases: Sequence[Case]) -> int:
 
 
 def prefill(cases: Sequence[Case]) -> Case:
-    """Return the case that times the prefill alone, on prompts as long as the longest sequence."""
-    return Case(PREFILLED, longest(cases) - 1, 1)
+    """Return the case that times the prefill alone, on prompts as long as the longest sequence of equal lengths."""
+    return Case(PREFILLED, longest([case for case in cases if not case.lengths]) - 1, 1)
 
 
 def orders(number: int, case: Case, repeats: int) -> list[Order]:
     """Return a warm-up of few tokens, and the repeats."""
-    warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS))
-    return [Order(number, 0, *warm_up), *(Order(number, repeat, *case) for repeat in range(1, repeats + 1))]
+    warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS), lengths=None)
+    return [Order(number, 0, warm_up), *(Order(number, repeat, case) for repeat in range(1, repeats + 1))]
 
 
 def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None] | None:
@@ -104,21 +113,52 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
     vocabulary = config_json(request["shape"])["vocab_size"]
 
     def carry_out(fields: Figures, figures: Figures) -> None:
-        order = Order(**fields)
-        ids, each = prompts(order, vocabulary), [sampling(order.output) for _ in range(order.batch)]
+        case = Case(*fields["case"])
+        ids = prompts(Order(**{**fields, "case": case}), vocabulary)
+        each = [sampling(length) for length in case.outputs]
         inputs: list[Any] = [{"prompt_token_ids": row} for row in ids]
-        began = time.perf_counter()
-        if is_stock(request["arm"]):
-            outputs = llm.generate(inputs, each, lora_request=policy.request, use_tqdm=False)
-            lengths = [len(output.outputs[0].token_ids) for output in outputs]
-        else:
-            lengths = [len(answer.ids) for answer in completions.generate(llm, ids, each, policy.request)]
-        seconds = time.perf_counter() - began
-        if any(length != order.output for length in lengths):
-            raise RuntimeError(f"the engine did not generate {order.output} tokens for each prompt")
+        with contextlib.ExitStack() as noting:
+            ended = noting.enter_context(ends(llm)) if case.lengths else []
+            began = time.perf_counter()
+            if is_stock(request["arm"]):
+                outputs = llm.generate(inputs, each, lora_request=policy.request, use_tqdm=False)
+                lengths = [len(output.outputs[0].token_ids) for output in outputs]
+            else:
+                lengths = [len(answer.ids) for answer in completions.generate(llm, ids, each, policy.request)]
+            seconds = time.perf_counter() - began
+        if lengths != list(case.outputs):
+            wanted = "the given number of" if case.lengths else case.output
+            raise RuntimeError(f"the engine did not generate {wanted} tokens for each prompt")
         figures["seconds"] = seconds
+        if case.lengths:
+            figures["below"] = {str(few): share_below(few, began, ended) for few in FEW}
 
     return carry_out
+
+
+@contextlib.contextmanager
+def ends(llm: "LLM") -> Iterator[list[float]]:
+    """Yield a list to which the time is added at which each sequence ends, as ``time.perf_counter`` tells it."""
+    core: Any = llm.llm_engine.engine_core
+    get_output, ended = core.get_output, list[float]()
+
+    def note() -> Any:
+        step = get_output()
+        now = time.perf_counter()
+        ended.extend(now for output in step.outputs if output.finish_reason is not None)
+        return step
+
+    core.get_output = note
+    try:
+        yield ended
+    finally:
+        core.get_output = get_output
+
+
+def share_below(few: int, began: float, ended: Sequence[float]) -> float:
+    """Return the share of the time until the last of ``ended`` in which fewer than ``few`` sequences had not ended."""
+    since = ended[-few] if len(ended) >= few else began
+    return (ended[-1] - since) / (ended[-1] - began)
 
 
 def profile(request: Figures, figures: Figures) -> None:
@@ -128,7 +168,7 @@ def profile(request: Figures, figures: Figures) -> None:
     figures["profile"] = []
     for number, case in enumerate(_cases(request)):
         file = Path(f"{request['traces']}_{case.batch}.trace.json.gz")
-        ids, stock = prompts(Order(number, 1, *case), vocabulary), is_stock(request["arm"])
+        ids, stock = prompts(Order(number, 1, case), vocabulary), is_stock(request["arm"])
         profiled = decode_profile.profile(llm, ids, sampling(case.output), policy.request, file, is_stock=stock)
         figures["profile"].append(profiled)
 
@@ -148,7 +188,9 @@ def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
         from qerl_recipes.convert.quantize import quantization_config
 
         config["quantization_config"] = quantization_config(random_model.in_bf16(config))
-    sizes = {"cudagraph_capture_sizes": sorted({case.batch for case in cases})}
+    # the batch of unequal lengths shrinks, and vLLM pads it to the next size that it has captured
+    is_uneven = any(case.lengths for case in cases)
+    sizes = {} if is_uneven else {"cudagraph_capture_sizes": sorted({case.batch for case in cases})}
     more: Figures = {} if is_stock(arm) else {"scheduler_cls": scheduler.NAME}  # as the trainer's engine has it
     more |= request["engine"]
     more["compilation_config"] = sizes | more.get("compilation_config", {})
@@ -177,7 +219,7 @@ def prompts(order: Order, vocabulary: int) -> list[list[int]]:
     import torch
 
     generator = torch.Generator().manual_seed(order.number * 1_000_003 + order.repeat)
-    ids: list[list[int]] = torch.randint(vocabulary, (order.batch, order.input), generator=generator).tolist()
+    ids: list[list[int]] = torch.randint(vocabulary, (order.case.batch, order.case.input), generator=generator).tolist()
     return ids
 
 

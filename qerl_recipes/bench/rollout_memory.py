@@ -58,8 +58,8 @@ def plan(shape: str, requests: Mapping[str, Figures], cases: Sequence[Case]) -> 
 def _cache(size: ModelSize, request: Mapping[str, Any], cases: Sequence[Case]) -> int:
     """Return the bytes on each GPU of a KV cache in which no sequence of any case waits for another."""
     block = request["engine"].get("block_size") or BLOCK
-    rows = [(case.batch, case.input + case.output) for case in (*cases, prefill(cases))]
-    tokens = max(batch * (-(-length // block) + 1) * block for batch, length in rows)
+    blocks = [sum(-(-(case.input + n) // block) + 1 for n in case.outputs) for case in (*cases, prefill(cases))]
+    tokens = max(blocks) * block
     itemsize = 1 if request["kv_cache_dtype"].startswith("fp8") else ITEMSIZE
     return int(MARGIN * tokens * estimates.cache_of_a_token(size, request["tensor_parallel"], itemsize))
 

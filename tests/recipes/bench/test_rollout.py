@@ -1,6 +1,7 @@
 """Test ``qerl bench rollout`` and ``swap`` on a CPU, where their figures mean nothing but their wiring shows."""
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from vllm.platforms import cpu
 from vllm.v1.engine.core_client import InprocClient
 
 from qerl_recipes import cli
-from qerl_recipes.bench import linear_kernels, random_model, rollout, rollout_arm, rollout_memory, swap
+from qerl_recipes.bench import lengths, linear_kernels, random_model, rollout, rollout_arm, rollout_memory, swap
 from qerl_recipes.bench.arms import ArmFailedError
 from qerl_recipes.bench.rollout_arm import ARMS, Case, Order, make_cases, prompts
 from qerl_recipes.machine.gpu import GB, Gpu
@@ -98,6 +99,7 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
     line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
     names, engine = ["bf16_merged", "qerl_nvfp4"], {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
     options = ["--arms", ",".join(names), "--output", str(file), "--engine", json.dumps(engine), "--interleave"]
+    options += ["--lengths", "lognormal:10,0.8,35"]
     cli.app([*line.split(), *options], standalone_mode=False)  # vLLM needs a standard output that is a file
     printed = capfd.readouterr().out
     result = json.loads(file.read_text())
@@ -119,6 +121,17 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
             assert min(row["prefill_seconds"]) > 0
             if where == "in_this_process":
                 assert (row["prefill_seconds"], row["seconds"]) == ([1.0] * 2, [row["output"] * 1.0] * 2)
+    drawn = {batch: lengths.draw("lognormal:10,0.8,35", int(batch)) for batch in ("1", "3")}
+    assert {batch: found["each"] for batch, found in result["lengths"]["batch"].items()} == drawn
+    for found in result["arms"].values():
+        for batch, row in found["uneven"].items():
+            assert (row["tokens"], len(row["seconds"])) == (sum(drawn[batch]), 2)
+            assert row["tokens_per_s"] == pytest.approx(row["tokens"] / statistics.median(row["seconds"]))
+            assert row["below_16"] == row["below_64"] == [1.0, 1.0]
+            if where == "in_this_process":
+                assert row["seconds"] == [max(drawn[batch]) * 1.0] * 2, "until the last token"
+    assert "until the" in printed and "100% / 100%" in printed
+    assert "qerl_nvfp4: 8 layers QerlOnlineLinearMethod, Canonical" in printed
     assert "3 x" in printed and "ratios to the faster of bf16_merged" in printed
 
 
@@ -214,6 +227,7 @@ def test_an_engine_gets_its_options_beside_the_benchmarks_own(monkeypatch: pytes
             rollout_arm.begin({**request, "traces": None, **changed}, {})
         return passed
 
+    assert "cudagraph_capture_sizes" not in options_of(cases=[(1, 8, 20), (1, 8, 9, [9])])["compilation_config"]
     options = options_of()
     assert options["async_scheduling"] is False and options["kv_cache_memory_bytes"] == 7
     assert options["scheduler_cls"] == scheduler.NAME and (options["length"], options["sequences"]) == (28, 64)
@@ -243,12 +257,12 @@ def test_stock_arms_are_asked_in_vllms_way(arm: str, way: str, monkeypatch: pyte
     monkeypatch.setattr(rollout_arm, "_cache_tokens", lambda llm: 1)
     figures: dict[str, Any] = {}
     carry_out = rollout_arm.begin({"arm": arm, "tensor_parallel": 2, "shape": "tiny", "traces": None}, figures)
-    order = {"number": 0, "repeat": 1, "batch": 3, "input": 4, "output": 2}
+    order = {"number": 0, "repeat": 1, "case": [3, 4, 2, None]}
     assert carry_out is not None
     carry_out(order, figures)
     assert figures["seconds"] >= 0 and ways == [way]
     with pytest.raises(RuntimeError, match="did not generate 3 tokens"):
-        carry_out({**order, "output": 3}, {})
+        carry_out({**order, "case": [3, 4, 3, None]}, {})
 
 
 def test_weights_that_two_layers_share_are_counted_once() -> None:
@@ -263,17 +277,76 @@ def test_weights_that_two_layers_share_are_counted_once() -> None:
 
 
 def test_prompts_follow_from_case_and_repeat_alone() -> None:
-    first = Order(1, 2, 3, 8, 20)
+    first = Order(1, 2, Case(3, 8, 20))
     ids = prompts(first, 512)
     torch.manual_seed(7)
-    assert prompts(first._replace(output=1), 512) == ids
+    assert prompts(first._replace(case=Case(3, 8, 20, [20, 1, 2])), 512) == ids
     assert prompts(first._replace(repeat=1), 512) != ids and prompts(first._replace(number=0), 512) != ids
     assert len(ids) == 3 and {len(row) for row in ids} == {8} and {type(i) for row in ids for i in row} == {int}
 
 
+def test_lengths_have_the_given_mean_and_spread() -> None:
+    found = lengths.draw("lognormal:400,0.8,999999", 20_000)
+    assert statistics.mean(found) == pytest.approx(400, rel=0.02)
+    assert statistics.stdev(map(math.log, found)) == pytest.approx(0.8, rel=0.02)
+    assert lengths.draw("lognormal:400,0.8,700", 20_000) == [min(n, 700) for n in found]
+    torch.manual_seed(5)
+    assert lengths.draw("lognormal:400,0.8,999999", 3) == found[:3] and len(set(found[:3])) == 3
+
+
+@pytest.mark.parametrize("text", [json.dumps(list(range(1, 60))), "\n".join(map(str, range(1, 60)))])
+def test_lengths_of_a_file_are_drawn_once_each(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text(text)
+    found = lengths.draw(str(file), 50)
+    assert len(set(found)) == 50 and set(found) < set(range(1, 60)) and found != sorted(found)
+    assert lengths.draw(str(file), 50) == found
+    with pytest.raises(ValueError, match="has 59 lengths, and a case has 60 sequences"):
+        lengths.draw(str(file), 60)
+    file.write_text("[3, 0]")
+    with pytest.raises(ValueError, match="has 0; a length is a whole number of tokens"):
+        lengths.draw(str(file), 1)
+
+
+def test_the_default_lengths_are_as_published() -> None:
+    """Check what the module says of its default: 80 % end within half of the limit, and 4 % reach it."""
+    found = lengths.draw("lognormal", 50_000)
+    assert found[:9] == lengths.draw(lengths.DEFAULT, 9) and max(found) == 4096
+    assert 0.79 < sum(n <= 2048 for n in found) / 50_000 < 0.81 and 0.04 < found.count(4096) / 50_000 < 0.05
+    about = lengths.summary([5, 1, 2, 4, 3])
+    assert about == {"tokens": 15, "mean": 3, "p50": 3, "p80": 4, "p95": 5, "longest": 5, "each": [5, 1, 2, 4, 3]}
+
+
+def test_time_with_few_sequences_left_is_counted() -> None:
+    ended = [10 + float(second) for second in range(1, 21)]  # of 20 sequences one ends every second
+    assert rollout_arm.share_below(16, 10.0, ended) == 15 / 20, "16 are left until the fifth has ended"
+    assert rollout_arm.share_below(20, 10.0, ended) == 19 / 20 and rollout_arm.share_below(21, 10.0, ended) == 1
+    assert rollout_arm.share_below(1, 10.0, ended) == 0
+
+
+def test_ends_of_sequences_are_noted_without_a_change() -> None:
+    steps = [[None], [None, "length"], ["stop"]]
+    core = SimpleNamespace(get_output=lambda: SimpleNamespace(outputs=list(map(output, steps.pop(0)))))
+    output, before = (lambda reason: SimpleNamespace(finish_reason=reason)), core.get_output
+    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+    with rollout_arm.ends(llm) as ended:
+        counts = [(len(core.get_output().outputs), len(ended)) for _ in range(3)]
+    assert counts == [(1, 0), (2, 1), (1, 2)] and core.get_output is before
+
+
+def test_unequal_lengths_have_all_graphs_and_their_own_cache(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = groups_of(monkeypatch, 4.5, interleave=True, lengths="lognormal:10,0.8,35")
+    own = lengths.draw("lognormal:10,0.8,35", 1)
+    assert group["bf16"]["cases"] == [(1, 2, 3, None), (1, 2, own[0], own)]
+    assert rollout_arm.prefill([Case(8, 256, 512), Case(8, 256, 4000, [4000] * 8)]) == Case(64, 767, 1)
+    token, long = 2 * 28 * 4 * 128 * 2, Case(256, 256, 4000, [4000, *[16] * 255])
+    blocks = 4256 // 16 + 1 + 255 * (272 // 16 + 1)
+    assert memory_of("7B", ["bf16"], [Case(8, 1, 2), long]) == {"bf16": int(1.1 * blocks * 16 * token)}
+
+
 def test_numbers_stand_side_by_side_and_one_counts_for_all() -> None:
-    assert make_cases([8, 64], [256], [512, 1024]) == [(8, 256, 512), (64, 256, 1024)]
-    assert make_cases([64], [256], [512, 1024]) == [(64, 256, 512), (64, 256, 1024)]
+    assert make_cases([8, 64], [256], [512, 1024]) == [Case(8, 256, 512), Case(64, 256, 1024)]
+    assert make_cases([64], [256], [512, 1024]) == [Case(64, 256, 512), Case(64, 256, 1024)]
     with pytest.raises(ValueError, match=r"input_len is \[1, 2\]; give one number, or 3 of them"):
         make_cases([1, 2, 3], [1, 2], [5])
     with pytest.raises(ValueError, match="output_len is at least 2"):
