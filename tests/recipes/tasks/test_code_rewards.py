@@ -16,6 +16,7 @@ import warnings
 
 import pytest
 from datasets import Dataset
+from waiting import PATIENCE
 
 from qerl_recipes.recipe.configs import ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
@@ -177,7 +178,7 @@ def test_a_test_that_takes_too_long_ends_the_judging_with_0(provider, server, cl
     program = f"import time\nline = input()\nwhile line == '1 1': pass\n{ADD.replace('input()', 'line')}"
     begin = time.monotonic()
     assert judged(programs=[program] * 2, info=json.dumps(TESTS), **settings_of(provider, server)) == [0.0, 0.0]
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < code_providers.TOTAL_SECONDS
     monkeypatch.setattr(code_providers, "TOTAL_SECONDS", 0.0)
     assert judged(programs=[ADD], **settings_of(provider, server)) == [0.0]
 
@@ -250,15 +251,14 @@ def test_as_many_programs_run_at_a_time_as_the_key_says(provider, server, monkey
 
     def meet(*arguments, **options):
         with contextlib.suppress(threading.BrokenBarrierError):
-            waiting.wait(10)
+            waiting.wait(PATIENCE)
         return (200, {"run": {"stdout": "1", "stderr": "", "code": 0, "signal": None}})
 
     server.reply = meet
     monkeypatch.setattr(sandbox, "run", lambda *a, **o: meet() and sandbox.Outcome("1", "", 0))
     info = {"language": "python", "test_cases": [{"input": "", "output": "1"}]}
-    begin = time.monotonic()
     assert judged(programs=[ADD] * 3, info=info, parallel_code_exec_per_proc=3, **settings) == [1.0] * 3
-    assert time.monotonic() - begin < 9  # all three have met
+    assert not waiting.broken, "all three have met"
 
 
 @pytest.mark.parametrize(

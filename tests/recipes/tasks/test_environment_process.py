@@ -91,7 +91,7 @@ def test_an_environment_that_hangs_is_stopped(counters, processes_of):
     began = time.monotonic()
     with pytest.raises(EnvironmentLost, match=r"its process did not answer in 0\.5 s in add"):
         one.add(number=15)
-    assert time.monotonic() - began < 10 and not processes_of("acting.Counter")
+    assert time.monotonic() - began < 60 and not processes_of("acting.Counter")
     assert one.reset() == "0="
 
 
