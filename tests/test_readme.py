@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -73,9 +74,10 @@ def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     (program,) = [block for kind, block in BLOCKS if kind == "json" and "verification_info" in block]
     (tmp_path / "programs.jsonl").write_text(program * 64)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (reward,) = [block for kind, block in BLOCKS if kind == "python" and block.startswith("# my_rewards.py\n")]
-    (tmp_path / "my_rewards.py").write_text(reward)
-    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_rewards.py", "my_tools.py"):
+        (module,) = [block for kind, block in BLOCKS if kind == "python" and block.startswith(f"# {name}\n")]
+        (tmp_path / name).write_text(module)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QERL_ADMIN_TOKEN", "what-openssl-prints-for-a-page")  # rollouts from a server need it
     monkeypatch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)

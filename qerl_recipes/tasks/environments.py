@@ -233,12 +233,13 @@ def row_problems(interaction: Interaction, split: str, columns: Sequence[str], n
     takes = {}
     for name, instances in interaction.environments.items():
         where = f"environments: reset of {name or instances.kind.__name__}"
-        if accepts(instances.reset, columns):
-            takes[where] = accepts(instances.reset, [*columns, "seed"])
+        takes_seed = accepts(instances.reset, {*columns, "seed"})
+        if takes_seed or accepts(instances.reset, columns):
+            takes[where] = takes_seed
         else:
             taken = ", ".join(inspect.signature(instances.reset).parameters) or "none"
             yield f"{where} gets the columns {', '.join(columns)}, and takes {taken}; write reset(self, **row)"
-    if "seed" not in columns and len(set(takes.values())) > 1:
+    if len(set(takes.values())) > 1:
         without = next(where for where, takes_seed in takes.items() if not takes_seed)
         yield f"{without} takes no seed, and that of another environment does; let all take it, or none"
 

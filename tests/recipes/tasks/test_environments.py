@@ -117,6 +117,10 @@ def test_resets_of_which_one_takes_a_seed_are_refused(checked):
     assert line.endswith("gets the columns prompt, answer, seed, and takes prompt, answer; write reset(self, **row)")
 
 
+def test_a_reset_may_need_the_seed_that_it_is_given(checked):
+    assert checked("--environments", "acting.Seeded", "--reward_funcs", "format", "--reward_weights", "1.0")
+
+
 def test_tools_and_an_environment_reach_the_trainer(checked):
     arguments = checked(
         *("--tools", "acting.multiply", "python", "--environments", "acting:Counter", "--rollout_func"),

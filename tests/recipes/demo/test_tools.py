@@ -1,0 +1,40 @@
+"""Test the demo's recipes with a calculator and with a game, on the model that the repository holds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qerl_recipes.train import run
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Return trained(name, steps), which trains a recipe and returns the lines of its metrics."""
+
+    def train(name, steps):
+        monkeypatch.chdir(RECIPES.parent)
+        flags = ["--output_dir", str(tmp_path), "--max_steps", str(steps), "--disable_tqdm", "true"]
+        run.main(["--config", str(RECIPES / "demo" / "tools" / f"{name}.yaml"), *flags, "--save_strategy", "no"])
+        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    return train
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("name", "calls"), [("calculator", (0.5, 1.2)), ("higher_lower", (1.0, 2.5))])
+def test_the_starting_model_calls_its_tool_now_and_then(name, calls, trained):
+    first, second = trained(name, 2)
+    assert calls[0] < first["tool_calls"] < calls[1] and first["turns"] > 1.5 and first["tool_failures"] < 0.5
+    assert 0 < first["reward"] < 0.5 and first["frac_reward_zero_std"] < 1 and second["logp_diff_mean"] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "reward"), [("calculator", 0.85), ("higher_lower", 0.5)])
+def test_a_model_learns_to_use_its_tool(name, reward, trained):
+    lines = trained(name, 30)
+    rewards = [line["reward"] for line in lines]
+    assert sum(rewards[:3]) / 3 < 0.4 and sum(rewards[-5:]) / 5 > reward
+    assert lines[-1]["tool_calls"] > 2 * lines[0]["tool_calls"]
