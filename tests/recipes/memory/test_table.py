@@ -102,7 +102,7 @@ def test_a_run_that_does_not_fit_is_refused(small_run: list[str], monkeypatch: p
 def reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan recipes without reading their models, which are not here, or their data, which are on the hub."""
     rows = Dataset.from_dict({"prompt": ["1"] * 64, "answer": ["1"] * 64, "solution": ["1"] * 64})
-    monkeypatch.setattr(prompts, "read", lambda script, loaders: (rows, rows))
+    monkeypatch.setattr(prompts, "read", lambda script, loaders, **options: (rows, rows))
 
 
 def test_a_run_starts_with_its_plan_in_one_line(
