@@ -23,6 +23,8 @@ from qerl_recipes.rollout.interface import LendsWeights as LendsWeights
 from qerl_recipes.rollout.interface import RolloutEngine as RolloutEngine
 from qerl_recipes.rollout.interface import Snapshot as Snapshot
 from qerl_recipes.rollout.interface import StartEngine
+from qerl_recipes.rollout.interface import TakesTurns as TakesTurns
+from qerl_recipes.rollout.interface import Turn as Turn
 from qerl_recipes.tasks.answers import answer_block as answer_block  # for rewards; both need nothing but the
 from qerl_recipes.tasks.answers import text_of as text_of  # standard library, and TRL is not imported here
 from qerl_recipes.tasks.interface import DatasetLoader as DatasetLoader
@@ -88,7 +90,8 @@ class Specifications:
         """Return functions that start a rollout engine, by name.
 
         ``start(base, training, *, rank, dtype, snapshot, accelerator) -> RolloutEngine``: ``StartEngine`` describes
-        the parameters, ``RolloutEngine`` the methods that the trainer calls.
+        the parameters, ``RolloutEngine`` the methods that the trainer calls. Tools and environments need ``TakesTurns``
+        besides.
         """
 
 

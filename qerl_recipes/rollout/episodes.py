@@ -13,6 +13,7 @@ long tools take.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 import json
@@ -225,14 +226,19 @@ class Player:
         assert self.loop is not None
         limit = self.tool_seconds
 
-        async def limited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async def caught(coroutine: Coroutine[Any, Any, Any]) -> Any:
             try:
-                async with asyncio.timeout(limit) as scope:
-                    return await coroutine
-            except TimeoutError as error:
-                return _timeout(limit) if scope.expired() else error
-            except SystemExit as error:  # it would end the loop
+                return await coroutine
+            except (Exception, SystemExit) as error:  # the latter would end the loop
                 return error
+
+        async def limited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            task = asyncio.ensure_future(caught(coroutine))
+            done, _ = await asyncio.wait([task], timeout=limit)
+            if done:
+                return task.result()
+            task.cancel()
+            return _timeout(limit)
 
         async def all_of_them() -> list[Any]:
             return await asyncio.gather(*map(limited, coroutines), return_exceptions=True)
@@ -240,7 +246,7 @@ class Player:
         future = asyncio.run_coroutine_threadsafe(all_of_them(), self.loop)
         try:
             return future.result(None if limit is None else limit + GRACE)
-        except TimeoutError:  # one of them blocks the loop, where none can be stopped
+        except concurrent.futures.TimeoutError:  # one of them blocks the loop, where none can be stopped
             future.cancel()
             return [_timeout(limit)] * len(coroutines)
 
