@@ -103,6 +103,8 @@ def _unsupported_keys(script: ScriptArguments, training: GRPOConfig, model: Mode
         yield "model_name_or_path is missing; name the BF16 model that is to be quantized"
     if script.adapter_name_or_path is not None:
         yield "adapter_name_or_path: the model answers without an adapter; leave it out"
+    if script.tools or script.environments or script.rollout_func:
+        yield "tools, environments, rollout_func: the model answers in one turn and alone; leave them out"
     if training.rollout_engine != "vllm":
         yield f"rollout_engine: {training.rollout_engine}: vLLM answers here; leave it out"
     if training.vllm_mode == SERVER:

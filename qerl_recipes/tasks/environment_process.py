@@ -8,7 +8,9 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import typing
@@ -186,6 +188,9 @@ class Process:
         return EnvironmentLost(f"its process has ended (code {self._process.poll()})")
 
 
-def _end(process: Any, connection: socket.socket) -> None:
+def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    """End a process and what it has started, at once: there may be a hundred, and a hanging one would not hear."""
     connection.close()
-    processes.end(process)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -87,6 +87,8 @@ def test_a_plugin_that_returns_no_mapping_is_named():
 def test_the_built_in_names_are_there():
     assert set(collect("qerl_noise_schedules")) == {"exponential"}
     assert set(collect("qerl_rollout_engines")) == {"vllm"}
+    assert {"calculator", "python"} <= set(collect("qerl_tools"))
+    assert {"higher_lower"} <= set(collect("qerl_environments"))
     assert {"reasoning_gym", "gsm8k", "bigmath", "dapo_math_17k", "running_sum"} <= set(collect("qerl_datasets"))
     open_r1 = {"accuracy", "format", "tag_count", "reasoning_steps", "cosine", "length", "repetition_penalty"}
     assert open_r1 | {"soft_overlong_punishment", "code_format", "reasoning_gym"} <= set(collect("qerl_rewards"))

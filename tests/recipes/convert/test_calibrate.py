@@ -76,6 +76,7 @@ def test_answers_are_drawn_as_the_recipe_says(written):
         (4, {"model_name_or_path": None}, "model_name_or_path is missing"),
         (4, {"adapter_name_or_path": "an_adapter"}, "adapter_name_or_path: the model answers without an adapter"),
         (4, {"rollout_engine": "mine"}, "rollout_engine: mine: vLLM answers here"),
+        (4, {"tools": ["calculator"]}, "tools, environments, rollout_func: the model answers in one turn and alone"),
         (4, {"vllm_mode": "server"}, "vllm_mode: server: an engine of this process answers"),
         (4, {"temperature": 0.0}, "temperature must be at least"),
         (4, {"generation_kwargs": {"seed": 3}}, "generation_kwargs cannot set seed"),

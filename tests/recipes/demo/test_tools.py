@@ -1,6 +1,7 @@
 """Test the demo's recipes with a calculator and with a game, on the model that the repository holds."""
 
-import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 @pytest.fixture
-def trained(tmp_path, monkeypatch):
+def trained(tmp_path, monkeypatch, read_metrics):
     """Return trained(name, steps), which trains a recipe and returns the lines of its metrics."""
 
-    def train(name, steps):
+    def train(name, steps, *changes):
         monkeypatch.chdir(RECIPES.parent)
         flags = ["--output_dir", str(tmp_path), "--max_steps", str(steps), "--disable_tqdm", "true"]
-        run.main(["--config", str(RECIPES / "demo" / "tools" / f"{name}.yaml"), *flags, "--save_strategy", "no"])
-        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        flags += ["--save_strategy", "no", *changes]
+        run.main(["--config", str(RECIPES / "demo" / "tools" / f"{name}.yaml"), *flags])
+        return read_metrics(tmp_path)
 
     return train
 
@@ -29,6 +31,15 @@ def test_the_starting_model_calls_its_tool_now_and_then(name, calls, trained):
     first, second = trained(name, 2)
     assert calls[0] < first["tool_calls"] < calls[1] and first["turns"] > 1.5 and first["tool_failures"] < 0.5
     assert 0 < first["reward"] < 0.5 and first["frac_reward_zero_std"] < 1 and second["logp_diff_mean"] < 0.01
+
+
+@pytest.mark.integration
+def test_an_environment_in_its_own_interpreter_trains_alike(trained, tmp_path):
+    few = ("--per_device_train_batch_size", "16", "--num_generations", "4")
+    here = trained("higher_lower", 2, *few)
+    there = ("--environments", "qerl_recipes.tasks.higher_lower:HigherLower", "--environment_python", sys.executable)
+    shutil.rmtree(tmp_path / "adapter")
+    assert trained("higher_lower", 2, *few, *there) == here
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Test environments that run in an interpreter of their own: real processes, which die and hang."""
 
+import gc
 import inspect
 import json
 import os
@@ -93,6 +94,19 @@ def test_an_environment_that_hangs_is_stopped(counters, processes_of):
         one.add(number=15)
     assert time.monotonic() - began < 60 and not processes_of("acting.Counter")
     assert one.reset() == "0="
+
+
+def test_what_an_environment_has_started_ends_with_it(counters):
+    instances = counters()
+    one = instances()
+    one.reset()
+    child = psutil.Process(int(one.add(number=16)))
+    assert child.name() == "sleep"
+    began = time.monotonic()
+    del one, instances
+    gc.collect()
+    assert until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 10)
+    assert time.monotonic() - began < 5
 
 
 def test_one_that_dies_between_episodes_is_begun_anew(counters, processes_of):

@@ -133,6 +133,15 @@ def test_tools_and_an_environment_reach_the_trainer(checked):
     assert (first.start, second.start, type(first)) == (7, 7, acting.Counter) and first is not second
 
 
+def test_plugins_offer_tools_and_environments_with_a_recipes_settings():
+    script = parse(["--use_cpu", "true", "--bf16", "false", "--tools", "both", "--environments", "mine"])[0]
+    given, problems = [], []
+    tools = {"both": lambda settings: given.append(settings) or [acting.multiply, acting.guess]}
+    interaction = environments.resolve(script, None, tools, {"mine": lambda settings: acting.Counter}, problems)
+    assert not problems and given == [script]
+    assert interaction.tools == [acting.multiply, acting.guess] and interaction.rewards() == ["Counter"]
+
+
 def test_an_environment_is_made_once_to_look_at(checked, monkeypatch):
     made = []
     monkeypatch.setattr(acting.Counter, "__init__", lambda self: made.append(self))
