@@ -103,7 +103,7 @@ def test_arms_repeat_each_case_in_turn_once_all_are_ready(log: Path) -> None:
 
 def test_an_arm_that_ends_says_why_and_the_others_go_on(log: Path) -> None:
     noted = turns("small", "dies", "fails", "a")
-    assert noted["small"] == [{"failed": "MemoryError: too little"}]
+    assert noted["small"] == [{"weights_gib": 2.0, "failed": "MemoryError: too little"}], "with what it had measured"
     assert [list(piece) for piece in noted["dies"]] == [["weights_gib"], ["case"], ["failed"]]
     assert noted["dies"][-1] == {"failed": "its process ended with code 3; its messages are above"}
     assert noted["dies"][1]["case"]["batch"] == 2
