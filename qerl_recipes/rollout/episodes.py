@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
@@ -88,10 +88,20 @@ class Episode:
                     parts.append(f"{shown}: {'no tokens left' if self.is_cut else 'not called'}")
                 else:
                     answers.remove(answer)
-                    text = answer["content"]
+                    text = str(answer["content"])
                     parts.append(f"{shown} -> {text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}")
             lines.append("; ".join(parts))
         return "\n".join(lines)
+
+
+class Answer(NamedTuple):
+    """Hold a tool's message, and its ``text`` that the policy reads.
+
+    Rewards see a list as it was returned, as in TRL. The policy reads it as text, which most chat templates leave out.
+    """
+
+    message: Message
+    text: str
 
 
 def for_trl(episodes: Sequence[Episode]) -> tuple[Any, ...]:
@@ -102,11 +112,13 @@ def for_trl(episodes: Sequence[Episode]) -> tuple[Any, ...]:
 
 
 def in_one_type(completion: Sequence[Message]) -> list[Message]:
-    """Return a completion with the arguments of calls as JSON text: a column of a table has values of one type."""
-    return [
-        {**one, "tool_calls": [_in_one_type(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one
-        for one in completion
-    ]
+    """Return a completion with text for all that is none: a column of a table has values of one type."""
+    written = []
+    for message in completion:
+        content, calls = message["content"], message.get("tool_calls")
+        changes: Message = {} if isinstance(content, str) else {"content": str(content)}
+        written.append({**message, **changes, **({"tool_calls": list(map(_in_one_type, calls))} if calls else {})})
+    return written
 
 
 def _in_one_type(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,21 +189,21 @@ class Player:
                 episode.messages.append(parse_response(self.tokenizer, ids, prefix=turn.tokens, tools=tools))
         return seconds
 
-    def _continue(self, episode: Episode, answers: list[Message]) -> int:
+    def _continue(self, episode: Episode, answers: list[Answer]) -> int:
         """Add the tools' ``answers`` to an episode, if they fit; return how many tokens its next turn may have."""
-        ids = self.suffix_ids(answers)
+        ids = self.suffix_ids([{**answer.message, "content": answer.text} for answer in answers])
         used = len(episode.ids) + len(ids)
         room = self.engine.longest - len(episode.prompt) - used
         left = room if self.most_tokens is None else self.most_tokens - used
         episode.is_cut = left < 1 or room < 1
         if left >= 0 and room >= 1:
-            episode.messages += answers
+            episode.messages += [answer.message for answer in answers]
             episode.append(ids, [0.0] * len(ids), is_sampled=False)
         return max(0, min(left, room))
 
-    def _answers(self, episodes: Sequence[Episode]) -> list[list[Message]]:
-        """Call the tools that the last turn of each episode asks for; return their messages, async ones last."""
-        answers: list[list[Message]] = [[] for _ in episodes]
+    def _answers(self, episodes: Sequence[Episode]) -> list[list[Answer]]:
+        """Call the tools that the last turn of each episode asks for; return their answers, async ones last."""
+        answers: list[list[Answer]] = [[] for _ in episodes]
         awaited: list[tuple[int, str, Coroutine[Any, Any, Any]]] = []
         for i, episode in enumerate(episodes):
             for call in episode.messages[-1]["tool_calls"]:
@@ -200,10 +212,10 @@ class Player:
                 if inspect.iscoroutine(result) and self.loop is not None:
                     awaited.append((i, name, result))
                 else:
-                    answers[i].append(self._message(name, result, episode))
+                    answers[i].append(self._answer(name, result, episode))
         results = self._awaited([coroutine for *_, coroutine in awaited])
         for (i, name, _), result in zip(awaited, results, strict=True):
-            answers[i].append(self._message(name, result, episodes[i]))
+            answers[i].append(self._answer(name, result, episodes[i]))
         return answers
 
     def _called(self, call: Mapping[str, Any], tools: Mapping[str, Tool]) -> tuple[str, Any]:
@@ -250,11 +262,13 @@ class Player:
             future.cancel()
             return [_timeout(limit)] * len(coroutines)
 
-    def _message(self, name: str, result: Any, episode: Episode) -> Message:
-        """Return a tool's message; an error is counted, and a tool's first one is told."""
+    def _answer(self, name: str, result: Any, episode: Episode) -> Answer:
+        """Return what a tool answers; an error is counted, and a tool's first one is told."""
         if not isinstance(result, BaseException):
             try:
-                return {"role": "tool", "name": name, "content": self._fitted(as_text(result))}
+                text = self._fitted(as_text(result))
+                content = result if isinstance(result, list) else text
+                return Answer({"role": "tool", "name": name, "content": content}, text)
             except Exception as error:  # those of its __str__ too
                 result = error
         episode.failures += 1
@@ -265,7 +279,8 @@ class Player:
                 "run goes on. tool_failures counts all failures",
                 stacklevel=2,
             )
-        return {"role": "tool", "name": name, "content": self._fitted(str({"error": str(result)}))}
+        text = self._fitted(str({"error": str(result)}))
+        return Answer({"role": "tool", "name": name, "content": text}, text)
 
     def _fitted(self, text: str) -> str:
         """Return the beginning of a tool's text that it may have; no tokenizer sees what cannot fit anyway."""

@@ -146,7 +146,8 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
             problems = running_sum.training_set if turns is None else calling.prompts
             data = problems(rows, 0)
             start_hash = None if adapter is None else open_adapter(adapter).sha256()
-            arguments = {"train_dataset": data, **(turns or {})}
+            tokenizer = running_sum.tokenizer() if turns is None else calling.tokenizer()
+            arguments = {"train_dataset": data, "processing_class": tokenizer, **(turns or {})}
             trainer = assemble(
                 args,
                 base,
@@ -157,7 +158,6 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
                 reward_funcs=reward if isinstance(reward, list) else [reward],
                 run=describe(args, base, data, start=start_hash),
                 eval_dataset=problems(8, 1) if args.eval_strategy != "no" else None,
-                processing_class=running_sum.tokenizer() if turns is None else calling.tokenizer(),
                 **arguments,
             )
         made.append(trainer)

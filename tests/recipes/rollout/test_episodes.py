@@ -177,14 +177,18 @@ def test_whatever_a_tool_does_the_episode_goes_on(case, loop, monkeypatch):
     engine, one = Scripted("8<eos>", "8<eos>"), episode("{double 4}<eos>", double=tool)
     began = time.monotonic()
     limits = {"tool_tokens": 5 if content and not has_failed else None, "tool_seconds": 0.1, "loop": loop}
-    limits["suffix_ids"] = lambda messages: calling.ids("<tool>7<assistant>")
+    read = []
+    limits["suffix_ids"] = lambda messages: read.extend(messages) or calling.ids("<tool>7<assistant>")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         player = play(engine, one, **limits)
         again = episode("{double 4}<eos>", double=tool)
         player.play([again])
     assert time.monotonic() - began < 30 and (one.calls, one.failures, len(one.turns)) == (1, has_failed, 2)
-    answer = one.messages[1]["content"]
+    answer = read[0]["content"]
+    returned = tool(4) if case in ("list", "blocks") else answer
+    assert one.messages[1] == {"role": "tool", "name": "double", "content": returned}
+    assert in_one_type(one.messages)[1]["content"] == str(returned)
     assert answer == content or (content is None and answer.startswith("{'error': "))
     assert sum("tool double failed" in str(each.message) for each in said) == has_failed, "it is told once"
 
