@@ -85,7 +85,7 @@ def test_arms_repeat_each_case_in_turn_once_all_are_ready(log: Path) -> None:
     orders = [line[1:] for line in written[2:]]
     assert orders[::2] == orders[1::2], "each arm the same, one after the other"
     assert [line[0] for line in written[2:]] == ["a", "slow"] * 15
-    assert orders[::2] == [
+    assert [[number, repeat, *case[:3]] for number, repeat, case in orders[::2]] == [
         *([0, 0, 2, 8, 1], [0, 1, 2, 8, 1], [0, 2, 2, 8, 1]),
         *([0, 0, 2, 8, 16], [0, 1, 2, 8, 40], [0, 2, 2, 8, 40]),
         *([1, 0, 3, 8, 1], [1, 1, 3, 8, 1], [1, 2, 3, 8, 1]),
