@@ -164,6 +164,7 @@ class Player:
 
     def __post_init__(self) -> None:
         self._characters = max(map(len, self.tokenizer.get_vocab()))  # of a token, at most
+        read_any_text(self.tokenizer)
 
     def play(self, episodes: Sequence[Episode]) -> float:
         """Play ``episodes``, whose first turn has been taken, to their ends; return the seconds spent in tools."""
@@ -292,6 +293,19 @@ class Player:
         return (
             text if len(ids) <= limit else str(self.tokenizer.decode(ids[:limit])).rstrip("\N{REPLACEMENT CHARACTER}")
         )
+
+
+def read_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let ``tokenizer`` raise ValueError for calls that are nested too deeply; TRL then takes them for plain text."""
+    parse = tokenizer.parse_response
+
+    def parsed(*given: Any, **named: Any) -> Any:
+        try:
+            return parse(*given, **named)
+        except RecursionError as error:  # a thousand brackets, as a policy that repeats itself may write
+            raise ValueError("nested too deeply") from error
+
+    tokenizer.parse_response = parsed  # type: ignore[method-assign]
 
 
 def as_text(result: Any) -> str:

@@ -75,10 +75,12 @@ class TurnsTrainer(GRPOTrainer):
         )
 
     def _generate(self, prompts: list[Any]) -> Any:
+        # the player is made first: it lets the tokenizer read any text, of the first turn too
+        engine = self._player.engine if self.tools else self.vllm_generation
         # closed where the turns end, before TRL gathers: other processes of this engine may have turns left
         with ExitStack() as self._turns:
-            if (self.tools or self.rollout_func is not None) and isinstance(self.vllm_generation, TakesTurns):
-                self._turns.enter_context(self.vllm_generation.episodes())
+            if (self.tools or self.rollout_func is not None) and isinstance(engine, TakesTurns):
+                self._turns.enter_context(engine.episodes())
             return super()._generate(prompts)
 
     def _tool_call_loop(

@@ -129,6 +129,15 @@ def test_a_step_counts_what_its_episodes_did(train):
     assert table["completion"][0][0]["tool_calls"][0]["function"]["arguments"] == '{"number": 4}'
 
 
+@pytest.mark.parametrize("call", ["broken", "deep"])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_call_that_cannot_be_read_is_text(call, turn, train):
+    said = [["{double 4}<eos>"], []][turn == 0]
+    trainer, (record,) = train(in_turn(*said, f"7{{{call}}}<eos>"))
+    assert (record["turns"], record["tool_calls"], record["tool_failures"]) == (turn + 1, turn, 0.0)
+    assert trainer._episodes[0].messages[-1]["content"].startswith("7<call>")
+
+
 @pytest.mark.parametrize("masks", [True, False])
 def test_an_episode_out_of_tokens_counts_as_cut(masks, train):
     """Check that it is logged as cut off and left out of the loss, though it ends with a call and its end token."""
