@@ -1,11 +1,23 @@
 """Relates an evaluation to the training run that it judges: takes over its settings, and names what differs."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qerl_recipes.evaluate.request import ACCURACY, EXACT, FIXED, LOCAL, MATH, NUMBER, Sampling, read_problems
+from qerl_recipes.evaluate.request import (
+    ACCURACY,
+    ENVIRONMENT,
+    EXACT,
+    FIXED,
+    LOCAL,
+    MATH,
+    NUMBER,
+    TOOLS,
+    Sampling,
+    has_episodes,
+    read_problems,
+)
 from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
 
 # reward of a recipe -> the local task that judges like it; the first reward of this table that a recipe uses counts
@@ -25,7 +37,12 @@ TASK_OF = {
     "open-r1/DAPO-Math-17k-Processed": "math_500",
 }
 HELD_OUT = "held_out.jsonl"  # of a run's folder: the problems that its data held out, where no other task has them
-UNKNOWN = "TASKS"
+UNKNOWN, PROBLEMS = "TASKS", "PROBLEMS.jsonl"
+# keys of a recipe that say how the policy acts, and what it gets for that
+ACTING = (
+    *("tools", "environments", "environment_kwargs", "environment_python", "response_template"),
+    *("max_tool_calling_iterations", "max_tool_tokens", "max_tool_seconds", "reward_funcs", "reward_weights"),
+)
 # Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
 # from the tokens; the trainer decodes tokens itself, without them.
 NOT_TAKEN = {
@@ -73,6 +90,20 @@ def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[s
     if (regex := recipe.get("vllm_structured_outputs_regex")) is not None:
         kwargs["structured_outputs"] = {"regex": regex}
     return kwargs
+
+
+def acting(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a recipe that say how its policy acts; empty for one that takes a single turn."""
+    acts = recipe.get("tools") or recipe.get("environments")
+    return {key: recipe[key] for key in ACTING if recipe.get(key)} if acts else {}
+
+
+def without_actions(tasks: Sequence[str], recipe: Mapping[str, Any]) -> list[str]:
+    """Return a text if the policy may act in training and not in some of ``tasks``."""
+    names = ", ".join(name for name in tasks if not has_episodes(name))
+    tools, environments = recipe.get("tools") or (), recipe.get("environments") or ()
+    trained = [*tools, *([environments] if isinstance(environments, str) else environments)]
+    return [f"no tools in {names}, there {', '.join(trained)}"] if names and trained else []
 
 
 def warmer_or_colder(sampling: Sampling, recipe: Mapping[str, Any]) -> list[str]:
@@ -153,19 +184,29 @@ def command(run: str | Path, state: Mapping[str, Any]) -> str:
     """Return the shell command that evaluates the run in the folder ``run``.
 
     ``state`` is the content of its qerl_state.json. The task tests what the run's data set teaches; if none is known,
-    the word TASKS stands in its place. The problems that the run has left in its folder are known, too.
+    the word TASKS stands in its place. The problems that the run has left in its folder are known, too. Where a run
+    with tools or environments has left none, the word PROBLEMS.jsonl stands for them.
     """
+    recipe = state.get("recipe") or {}
     words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
-    words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks"]
-    words += [_task_of(run, state.get("recipe") or {}), "--output_dir", f"{run}/evaluation"]
-    return shlex.join(words)
+    words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks", _task_of(run, recipe)]
+    if acting(recipe) and has_data(recipe) and not (Path(run) / HELD_OUT).is_file():
+        words += ["--problems", PROBLEMS]
+    return shlex.join([*words, "--output_dir", f"{run}/evaluation"])
+
+
+def has_data(recipe: Mapping[str, Any]) -> bool:
+    """Return True unless an environment has its own data, so that the recipe names none."""
+    return bool(recipe.get("dataset_name") or recipe.get("dataset_mixture"))
 
 
 def needs_held_out(run: str | Path, recipe: Mapping[str, Any]) -> bool:
     """Return True if a file ``HELD_OUT`` in the folder ``run`` would give ``command`` a task, and no other does.
 
-    A task must judge as a reward of the run did.
+    A task must judge as a reward of the run did. Episodes are judged by the run's rewards, and so need its problems.
     """
+    if acting(recipe):
+        return has_data(recipe)
     is_judged = not JUDGED_BY.keys().isdisjoint(recipe.get("reward_funcs") or ())
     return is_judged and _task_of(run, recipe) == UNKNOWN
 
@@ -176,6 +217,11 @@ def _task_of(run: str | Path, recipe: Mapping[str, Any]) -> str:
     A local data set becomes a local task that judges as the run's reward did. Its test.jsonl is preferred, and the
     problems that the run has left in its folder come last.
     """
+    if environments := recipe.get("environments"):
+        names = [environments] if isinstance(environments, str) else environments
+        return ",".join(f"{ENVIRONMENT}{name}" for name in names)
+    if recipe.get("tools"):
+        return TOOLS
     dataset = recipe.get("dataset_name")
     if dataset in TASK_OF:
         return TASK_OF[dataset]
@@ -191,11 +237,17 @@ def _task_of(run: str | Path, recipe: Mapping[str, Any]) -> str:
     return UNKNOWN
 
 
-def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:
-    """Return True if a local task reads a file that the run was trained on, in whole or in part, per its recipe."""
-    if not task.startswith(LOCAL):
+def is_of_training(task: str, recipe: Mapping[str, Any], problems: Path | None = None) -> bool:
+    """Return True if a task reads a file that the run was trained on, in whole or in part, per its recipe.
+
+    ``problems`` is the file for episodes.
+    """
+    if has_episodes(task) and problems is not None:
+        file = problems.resolve()
+    elif task.startswith(LOCAL):
+        file = Path(task.partition(":")[2]).resolve()
+    else:
         return False
-    file = Path(task.partition(":")[2]).resolve()
     trained_on = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
     places = [Path(place).resolve() for place in trained_on if place is not None]
     return any(file in (place, place / "train.jsonl") for place in places)

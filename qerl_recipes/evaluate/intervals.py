@@ -62,6 +62,21 @@ def summary(shares: Sequence[float], num_samples: int = 1) -> dict[str, Any]:
     }
 
 
+def mean(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of one value a problem and its 95 % interval; that is None for fewer than two problems.
+
+    The interval is the percentile bootstrap's, over problems, with 9999 resamples of a fixed seed.
+    Source: B. Efron and R. J. Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    """
+    from scipy import stats
+
+    interval = None
+    if len(values) > 1:
+        drawn = stats.bootstrap((values,), np.mean, n_resamples=9999, method="percentile", random_state=0, batch=100)
+        interval = [float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)]
+    return {"value": float(np.mean(values)), "ci95": interval, "interval": "bootstrap over problems"}
+
+
 def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, float, float]:
     """Return the mean accuracy difference of two configurations and its 95 % interval, as (mean, low, high).
 

@@ -4,6 +4,7 @@ The page shows what the folder holds and says what is missing. So a run that is 
 evaluated, has a report too. ``report.html`` beside this module is its template.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from markupsafe import Markup
 
 from qerl_recipes.evaluate import plots
 from qerl_recipes.evaluate.as_trained import command, differences
-from qerl_recipes.evaluate.figures import MOST_CUT, ended_share, too_many_cut
+from qerl_recipes.evaluate.figures import MOST_CUT, ended_share, episode_rows, too_many_cut, unscored
 from qerl_recipes.evaluate.plots import Accuracy
 from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TEMPLATE, TENSORS, open_adapter
 from qerl_recipes.files.json_files import read_object
@@ -114,7 +115,8 @@ def write(folder: str | Path) -> Path:
         several_tasks=len({row.task for row in rows}) > 1,
         pictures=_pictures(metrics, held_out),
         first_and_last=_first_and_last(metrics),
-        too_many_cut=too_many_cut(evaluation),
+        too_many_cut=[*too_many_cut(evaluation), *unscored(evaluation)],
+        episodes=_episodes(evaluation),
         clipped_warning=_clipped_warning(metrics, state.get("recipe") or {}),
         settings=_settings(folder, state, evaluation),
         how_to_train=how_to_train,
@@ -160,6 +162,20 @@ def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
             f"{path} does not hold accuracy, ci95 and n for each task and model ({error!r}); evaluate again"
         ) from error
     return rows
+
+
+def _episodes(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return for each task of episodes its figures, and one problem with the turns of each policy beside each other."""
+    parts = []
+    for task, policies in evaluation.get("tasks", {}).items():
+        if rows := episode_rows(policies):
+            problem = (evaluation.get("shown") or {}).get(task) or {"episodes": {}}
+            episodes = list(problem["episodes"].values())
+            turns = list(itertools.zip_longest(*(episode["turns"] for episode in episodes), fillvalue=("", "")))
+            part = {"task": task, "labels": [MODELS.get(label, label) for label in policies], "rows": rows}
+            success_at = evaluation.get("acting", {}).get("success_at")
+            parts.append({**part, "success_at": success_at, "shown": problem, "episodes": episodes, "turns": turns})
+    return parts
 
 
 def _is_another_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:

@@ -11,12 +11,16 @@ jsonl-accuracy:PATH                 the same, judged as the reward accuracy judg
                                     an answer block or after "the final answer is"; a bare 9 is not an answer
 jsonl-exact:PATH                    the same, judged as the reward exact_answer judges: letter for letter
 jsonl-number:PATH                   the same, judged as the reward last_number judges: by the last number of the answer
+environment:NAME                    episodes in an environment, which a recipe's key environments names in the same way;
+                                    judged by its reward and, if the adapter was trained in it, by those of the run
+tools                               episodes with the tools of the adapter's run, judged by the rewards of the run
 
 This module imports neither torch nor vLLM nor lighteval: ``qerl --help`` needs its options.
 """
 
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +35,8 @@ LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25
 NAMES = (*LIGHTEVAL, "amc23", "running_sum")
 MATH, ACCURACY, EXACT, NUMBER = "jsonl:", "jsonl-accuracy:", "jsonl-exact:", "jsonl-number:"
 LOCAL = (MATH, ACCURACY, EXACT, NUMBER)
-KNOWN = ", ".join((*NAMES, *(f"{kind}PATH" for kind in LOCAL)))
+ENVIRONMENT, TOOLS = "environment:", "tools"
+KNOWN = ", ".join((*NAMES, *(f"{kind}PATH" for kind in LOCAL), f"{ENVIRONMENT}NAME", TOOLS))
 WITH_FEWSHOT = ("gsm8k",)  # the other tasks have no problems besides the test problems
 # fields of vLLM's SamplingParams that other options set, and fields on which reading an answer depends
 FIXED = {
@@ -39,7 +44,12 @@ FIXED = {
     *("logprobs", "flat_logprobs", "prompt_logprobs", "detokenize", "output_kind"),
 }
 DRAW = "set temperature (0.6, say), or leave this out"
-JSON_OPTIONS = {"chat_template_kwargs": '{"enable_thinking": false}', "generation_kwargs": '{"stop": ["</answer>"]}'}
+JSON_OPTIONS = {
+    "chat_template_kwargs": '{"enable_thinking": false}',
+    "generation_kwargs": '{"stop": ["</answer>"]}',
+    "response_template": '{"fields": {...}}',
+}
+OF_EPISODES = ("problems", "success_at", "response_template")  # options that no other task reads
 
 
 class Sampling(BaseModel):
@@ -74,7 +84,7 @@ class Sampling(BaseModel):
         Option(help='JSON of SamplingParams, such as {"stop": ["</answer>"]}; default: as in training.'),
     ] = None
 
-    @field_validator(*JSON_OPTIONS, mode="before")
+    @field_validator(*JSON_OPTIONS, mode="before", check_fields=False)
     @classmethod
     def _json_object(cls, value: Any, info: Any) -> Any:
         """Read an option that is given as JSON text."""
@@ -125,6 +135,17 @@ class Evaluation(Sampling):
     kv_cache_memory_bytes: Annotated[
         int | None, Option(help="Size of vLLM's KV cache, unmeasured: for several engines on one GPU.")
     ] = None
+    problems: Annotated[
+        Path | None,
+        Option(help="JSON lines for environment:NAME and tools; default: what the run held out, or the environment's."),
+    ] = None
+    success_at: Annotated[
+        float | None, Option(help="Reward from which an episode is a success; default: 1. For environment:NAME, tools.")
+    ] = None
+    response_template: Annotated[
+        Mapping[str, Any] | None,
+        Option(help="JSON that finds tool calls, for environment:NAME and tools; default: as in training."),
+    ] = None
     adapter_only: Annotated[bool, Option(help="Leave the base out, where it was judged before.")] = False
     quiet: bool = False  # prints warnings alone; the command has no such option
 
@@ -133,6 +154,16 @@ class Evaluation(Sampling):
     def _as_list(cls, tasks: Any) -> Any:
         """Split task names that are one text with commas."""
         return [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else tasks
+
+    @property
+    def episodes(self) -> list[str]:
+        """Return the tasks in which the policy acts, over several turns."""
+        return [name for name in self.tasks if has_episodes(name)]
+
+    @property
+    def least_reward(self) -> float:
+        """Return the reward from which an episode is a success."""
+        return 1.0 if self.success_at is None else self.success_at
 
     @classmethod
     def of(cls, **options: Any) -> "Evaluation":
@@ -149,8 +180,9 @@ class Evaluation(Sampling):
         """Return this evaluation with the text of its chat template.
 
         Raises ValueError for an unknown task, for numbers out of range, and for options that would be ignored. At
-        temperature 0, top_p below 1, a seed and several samples have no effect. Without a chat template, the template
-        and its options have none. ``generation_kwargs`` must not repeat what other options set.
+        temperature 0, top_p below 1 and several samples have no effect, nor has a seed unless environments start by it.
+        Without a chat template, the template and its options have none. ``generation_kwargs`` must not repeat what
+        other options set.
         """
         check_tasks(self.tasks, self.num_fewshot)
         template = None if self.chat_template is None else template_text(self.chat_template)
@@ -169,7 +201,7 @@ class Evaluation(Sampling):
             )
         if self.temperature == 0 and self.top_p < 1:
             raise ValueError(f"top_p is {self.top_p}, but temperature 0 (greedy) draws nothing; {DRAW}")
-        if self.temperature == 0 and self.seed is not None:
+        if self.temperature == 0 and self.seed is not None and not self.episodes:
             raise ValueError(f"seed is {self.seed}, but temperature 0 (greedy) draws nothing; {DRAW}")
         if fixed := sorted(FIXED & (self.generation_kwargs or {}).keys()):
             raise ValueError(
@@ -182,11 +214,27 @@ class Evaluation(Sampling):
                     f"{name} would be ignored: no chat template is used (use_chat_template is false, which is "
                     "--no-chat-template); remove one of the two"
                 )
+        self._check_episodes()
         if self.adapter_only and self.adapter is None:
             raise ValueError(
                 "adapter_only leaves the base out, and there is no adapter to judge; name one with --adapter"
             )
         return self.model_copy(update={"chat_template": template})
+
+    def _check_episodes(self) -> None:
+        for name in OF_EPISODES:
+            if getattr(self, name) is not None and not self.episodes:
+                raise ValueError(f"{name} would be ignored: no task is {ENVIRONMENT}NAME or {TOOLS}; remove it")
+        if self.problems is not None and not self.problems.is_file():
+            raise ValueError(f"problems: there is no file {self.problems}")
+        if self.success_at is not None and not math.isfinite(self.success_at):
+            raise ValueError(f"success_at is {self.success_at}; it must be a number")
+        if self.episodes and self.use_chat_template is False:
+            raise ValueError(
+                f"{self.episodes[0]} needs a chat template, which renders calls of tools; remove --no-chat-template"
+            )
+        if TOOLS in self.tasks and self.adapter is None:
+            raise ValueError(f"task {TOOLS} takes the tools of a run; name it with --adapter")
 
 
 def command_signature() -> inspect.Signature:
@@ -218,13 +266,18 @@ def check_tasks(names: Sequence[str], num_fewshot: int = 0) -> None:
             raise ValueError(f"task {name} is named twice")
         if name.startswith(LOCAL):
             read_problems(Path(name.partition(":")[2]))
-        elif name not in NAMES:
+        elif name not in NAMES and not has_episodes(name):
             raise ValueError(f"there is no task {name!r}; choose from {KNOWN}")
         if num_fewshot and name not in WITH_FEWSHOT:
             raise ValueError(
                 f"num_fewshot is {num_fewshot}, but task {name} has no solved problems besides those that are asked; "
                 f"tasks with some: {', '.join(WITH_FEWSHOT)}"
             )
+
+
+def has_episodes(task: str) -> bool:
+    """Return True for a task in which the policy acts, over several turns."""
+    return task == TOOLS or (task.startswith(ENVIRONMENT) and task != ENVIRONMENT)
 
 
 class _AsWritten(str):

@@ -19,9 +19,23 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from qerl_recipes.evaluate.as_trained import is_of_training, shown, taken_over, warmer_or_colder
-from qerl_recipes.evaluate.figures import summarize, too_many_cut
+from qerl_recipes.evaluate.as_trained import (
+    acting,
+    is_of_training,
+    shown,
+    taken_over,
+    warmer_or_colder,
+    without_actions,
+)
+from qerl_recipes.evaluate.figures import (
+    episode_rows,
+    of_episodes,
+    summarize,
+    too_many_cut,
+    unscored,
+)
 from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
@@ -35,6 +49,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from qerl_recipes.evaluate.answers import Judged
+    from qerl_recipes.evaluate.episodes import Played, Task
     from qerl_recipes.evaluate.tasks import Benchmark
 
 RESULT, ANSWERS = "evaluation.json", "answers.jsonl"
@@ -80,16 +95,28 @@ class Settled:
     def settings(self) -> dict[str, Any]:
         """Return the entries of ``evaluation.json`` that say what is evaluated, and how."""
         evaluation = self.evaluation
+        seed = (evaluation.seed or 0) if evaluation.episodes else evaluation.drawn_with
         return {
             "base_sha256": self.base_hash,
             "adapter_sha256": self.adapter_hash,
             "quantization": self.engine.quantization,
             "dtype": self.engine.dtype,
-            "sampling": {**evaluation.sampling(), "seed": evaluation.drawn_with, "num_samples": evaluation.num_samples},
+            "sampling": {**evaluation.sampling(), "seed": seed, "num_samples": evaluation.num_samples},
             "max_model_length": evaluation.max_model_length,
             "max_samples": evaluation.max_samples,
             "num_fewshot": evaluation.num_fewshot,
+            **({"acting": self.acting()} if evaluation.episodes else {}),
         }
+
+    def acting(self) -> dict[str, Any]:
+        """Return what tells how the policy acts: the recipe's keys, and the reward from which an episode succeeds."""
+        own = (
+            {}
+            if self.evaluation.response_template is None
+            else {"response_template": self.evaluation.response_template}
+        )
+        recipe = {} if self.saved is None else acting(self.saved.recipe)
+        return {**recipe, **own, "success_at": self.evaluation.least_reward}
 
 
 def evaluate(base: str, adapter: str | Path | None, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
@@ -100,6 +127,9 @@ def evaluate(base: str, adapter: str | Path | None, tasks: Sequence[str], **opti
     * ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high) and ``interval`` (the kind of interval).
     * ``ended`` and ``cut``: the shares of answers that ended by themselves, and that the length limit ended.
     * ``pass_at`` and ``maj_at`` for several samples, each ``{k: {value, ci95}}``.
+    * for ``environment:NAME`` and ``tools``, where accuracy is the share of episodes whose reward is at least
+      ``acting.success_at``: ``reward`` with its mean as ``{value, ci95}``, the number of ``unscored`` episodes, which
+      are no success, and ``turns``, ``calls`` and ``failures``, the means of an episode. ``shown`` has one problem.
     * ``by_problem``: one bit per answer for ``right`` and for ``ended``, encoded by ``figures.packed``. The problems
       have the order of ``problems_sha256`` and of ``answers.jsonl``.
 
@@ -126,12 +156,13 @@ def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     # These modules import vLLM, which takes long: a mistyped name is refused before.
     from transformers import AutoTokenizer
 
-    from qerl_recipes.evaluate import answers
+    from qerl_recipes.evaluate import answers, episodes
     from qerl_recipes.evaluate import tasks as evaluation_tasks
 
     tokenizers = {folder: AutoTokenizer.from_pretrained(folder) for folder in {one.engine.folder for one in settled}}
     for one in settled:
         answers.check(tokenizers[one.engine.folder], one.evaluation)
+    prepared = {id(one): episodes.prepare(one.evaluation, one.saved, one.engine.folder) for one in settled}
     results = []
     # An evaluation without an adapter gets its own engine, since no change of policy would empty the prefix cache.
     for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
@@ -139,11 +170,11 @@ def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
             group = []
             for one in those:
                 one.evaluation.output_dir.mkdir(parents=True, exist_ok=True)
-                group.append((one, evaluation_tasks.load_evaluation(one.evaluation)))
-                _refuse_another(one, group[-1][1])
+                group.append((one, evaluation_tasks.load_evaluation(one.evaluation), prepared[id(one)]))
+                _refuse_another(one, [*group[-1][1], *group[-1][2]])
             llm = start(engine)
             try:
-                results += [_answered(llm, one, benchmarks) for one, benchmarks in group]
+                results += [_answered(llm, *each) for each in group]
             finally:
                 close(llm)
     return results
@@ -165,6 +196,8 @@ def settle(evaluation: Evaluation) -> Settled:
     if evaluation.adapter is not None:
         saved = open_adapter(evaluation.adapter)
         evaluation, as_in_training = taken_over(evaluation, saved)
+        if evaluation.episodes:
+            as_in_training += [f"{key} {shown(value)}" for key, value in acting(saved.recipe).items()]
         quantization, dtype = quantization or saved.quantization, dtype or saved.recipe.get("dtype")
     quantization, dtype = quantization or "qerl_nvfp4", dtype or "bfloat16"
     folder = _check_base(evaluation.base, quantization, dtype, saved)
@@ -204,7 +237,7 @@ def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder |
     return folder
 
 
-def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = None) -> None:
+def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark | Task] | None" = None) -> None:
     """Raise ValueError if the output folder holds the result of another evaluation, which would be overwritten.
 
     The models, the tasks and the sampling are compared. If ``benchmarks`` are given, so are their problems.
@@ -233,49 +266,63 @@ def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = Non
             )
 
 
-def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> dict[str, Any]:
+def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks: "Sequence[Task]") -> dict[str, Any]:
     """Evaluate each policy on the running engine, write the result and the answers, and return the result."""
     from qerl_recipes.evaluate.answers import ask, uses_template
+    from qerl_recipes.evaluate.episodes import play, side_by_side
 
     evaluation, saved, output = one.evaluation, one.saved, one.evaluation.output_dir
     judged: dict[str, dict[str, list[Judged]]] = {}
+    played: dict[str, dict[str, list[Played]]] = {}
+    measured: list[Benchmark | Task] = [*benchmarks, *tasks]
     for label in one.policies:
         request = None if saved is None else install(llm, saved if label == "adapter" else None)
-        judged[label] = ask(llm, request, benchmarks, evaluation, label)
+        judged[label] = ask(llm, request, benchmarks, evaluation, label) if benchmarks else {}
+        played[label] = {task.name: play(llm, request, task, evaluation, label) for task in tasks}
     settings = one.settings()
     settings["sampling"]["use_chat_template"] = uses_template(llm.get_tokenizer(), evaluation)
     result = {
         "tasks": {
-            task: {label: summarize(of[task], evaluation.num_samples) for label, of in judged.items()}
-            for task in evaluation.tasks
+            name: {label: of_episodes(of[name], evaluation.num_samples) for label, of in played.items()}
+            if name in evaluation.episodes
+            else {label: summarize(of[name], evaluation.num_samples) for label, of in judged.items()}
+            for name in evaluation.tasks
         },
+        "shown": {task.name: side_by_side({label: of[task.name] for label, of in played.items()}) for task in tasks},
         "base": evaluation.base,
         "adapter": None if saved is None else str(saved.path),
         "trained_on": None if saved is None else saved.quantization,
         "as_in_training": one.as_in_training,
         "of_training": []
         if saved is None
-        else [task for task in evaluation.tasks if is_of_training(task, saved.recipe)],
+        else [name for name in evaluation.tasks if is_of_training(name, saved.recipe, evaluation.problems)],
         **settings,
-        "problems_sha256": {b.name: b.digest() for b in benchmarks},
-        "max_new_tokens": {b.name: evaluation.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
+        "problems_sha256": {b.name: b.digest() for b in measured},
+        "max_new_tokens": {
+            **{b.name: evaluation.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
+            **{task.name: evaluation.max_new_tokens for task in tasks},
+        },
         "max_model_length": llm.llm_engine.model_config.max_model_len,
         "tensor_parallel_size": evaluation.tensor_parallel_size,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": {**run_state.versions(), "lighteval": importlib.metadata.version("lighteval")},
     }
+    parts: list[Mapping[str, Mapping[str, Sequence[Any]]]] = [judged, played]
     lines = [
-        {"task": task, "model": label, **asdict(problem)}
-        for label, of in judged.items()
-        for task, problems in of.items()
+        {"task": name, "model": label, **asdict(problem)}
+        for label in one.policies
+        for part in parts
+        for name, problems in part[label].items()
         for problem in problems
     ]
-    write_text(output / ANSWERS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_text(output / ANSWERS, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
     write_text(output / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    for warning in too_many_cut(result):
+    for warning in [*too_many_cut(result), *unscored(result)]:
         warnings.warn(warning, stacklevel=4)
     if not evaluation.quiet:
         Console().print(table(result))
+        for name, problem in result["shown"].items():
+            Console().print(_columns(name, problem))
         for task in result["of_training"]:
             line = f"{task} is what the adapter was trained on, whole or in part: these are no unseen problems"
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
@@ -296,11 +343,24 @@ def table(result: Mapping[str, Any]) -> Table:
         longest = result["max_new_tokens"][task] or result["max_model_length"]
         ended = " / ".join(f"{arms[label]['ended']:.0%}" for label in labels)
         cells = [_with_interval(arms[label], "accuracy") for label in labels]
-        view.add_row(task, *cells, str(arms[labels[0]]["n"]), f"{longest} tokens", ended)
+        success = f", reward >= {result['acting']['success_at']:g}" if "unscored" in arms[labels[0]] else ""
+        view.add_row(task + success, *cells, str(arms[labels[0]]["n"]), f"{longest} tokens", ended)
         for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
             for k in arms[labels[0]].get(kind, {}):
                 values = [_with_interval(arms[label][kind][k], "value") for label in labels]
                 view.add_row(f"  {name}{k}", *values, "", "", ended)
+        for name, values in episode_rows(arms):
+            view.add_row(f"  {name}", *values)
+    return view
+
+
+def _columns(task: str, problem: Mapping[str, Any]) -> Table:
+    """Return the episodes of one problem as a table for the terminal, one policy beside the other."""
+    view = Table(title=f"{task}, problem {problem['problem']}", show_lines=True)
+    for label, episode in problem["episodes"].items():
+        view.add_column(f"{label}, reward {episode['reward']}{', cut' if episode['cut'] else ''}", overflow="fold")
+    for row in itertools.zip_longest(*(episode["turns"] for episode in problem["episodes"].values())):
+        view.add_row(*(Text("" if turn is None else f"{turn[0]}: {turn[1]}") for turn in row))
     return view
 
 
@@ -319,7 +379,7 @@ def _as_trained(one: Settled) -> str:
     elif saved.quantization is not None:
         settled = [f"{arm} weights", *settled]
     line += f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
-    unlike = warmer_or_colder(one.evaluation, saved.recipe)
+    unlike = warmer_or_colder(one.evaluation, saved.recipe) + without_actions(one.evaluation.tasks, saved.recipe)
     return line + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
 
 

@@ -26,6 +26,7 @@ from qerl_recipes.evaluate.request import (
     NUMBER,
     Evaluation,
     check_tasks,
+    has_episodes,
     read_problems,
 )
 from qerl_recipes.tasks import running_sum
@@ -126,9 +127,10 @@ def load(
 
 
 def load_evaluation(evaluation: Evaluation) -> list[Benchmark]:
-    """Load the benchmarks of one evaluation, as ``load`` does."""
+    """Load the benchmarks of one evaluation, as ``load`` does; tasks of episodes are none."""
     options = {name: getattr(evaluation, name) for name in ("max_samples", "num_fewshot", "num_samples")}
-    return load(evaluation.tasks, **options)
+    names = [name for name in evaluation.tasks if not has_episodes(name)]
+    return load(names, **options) if names else []
 
 
 @contextlib.contextmanager

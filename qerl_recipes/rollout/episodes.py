@@ -82,7 +82,7 @@ class Episode:
         for number, (tokens, turn) in enumerate(zip(self.turns, turns, strict=False), start=1):
             parts = [f"{number}: {tokens} tokens"]
             for call in turn.get("tool_calls") or ():
-                shown, name = _described(call), _named(call)[0]
+                shown, name = described(call), _named(call)[0]
                 answer = next((message for message in answers if message["name"] == name), None)
                 if answer is None:
                     parts.append(f"{shown}: {'no tokens left' if self.is_cut else 'not called'}")
@@ -351,7 +351,7 @@ def _named(call: Mapping[str, Any]) -> tuple[str, Any]:
     return str(function.get("name") or "unknown"), function.get("arguments")
 
 
-def _described(call: Mapping[str, Any]) -> str:
+def described(call: Mapping[str, Any]) -> str:
     """Return a call as it would be written in Python."""
     name, given = _named(call)
     arguments = ", ".join(f"{key}={value!r}" for key, value in given.items()) if isinstance(given, dict) else given

@@ -36,6 +36,12 @@ def as_lines(held_out: Dataset | None) -> str:
     return "".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows)
 
 
+def whole_lines(held_out: Dataset | None) -> str:
+    """Return held-out problems as JSON lines with all their columns, for episodes; empty if there are none."""
+    rows = () if held_out is None else held_out
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     program = "python -m qerl_recipes.tasks.held_out"
     parser = argparse.ArgumentParser(prog=program, description="Write the held-out problems of a recipe to a file.")

@@ -101,12 +101,13 @@ def _announce(checked: "Checked") -> None:
 
 def _print_next_commands(output_dir: Path, held_out: "Dataset | None") -> None:
     """Print the commands that evaluate and report; leave the problems held out in the folder if the first needs it."""
-    from qerl_recipes.evaluate.as_trained import HELD_OUT, command, needs_held_out
+    from qerl_recipes.evaluate.as_trained import HELD_OUT, acting, command, needs_held_out
     from qerl_recipes.files.adapter import open_adapter
-    from qerl_recipes.tasks.held_out import as_lines
+    from qerl_recipes.tasks.held_out import as_lines, whole_lines
 
     saved = open_adapter(output_dir)
-    if needs_held_out(output_dir, saved.recipe) and (problems := as_lines(held_out)):
+    lines = whole_lines if acting(saved.recipe) else as_lines
+    if needs_held_out(output_dir, saved.recipe) and (problems := lines(held_out)):
         (output_dir / HELD_OUT).write_text(problems, encoding="utf-8")
     print(f"adapter: {output_dir / 'adapter'}; next:\n  {command(output_dir, saved.state)}")
     print(f"  {shlex.join(['qerl', 'report', str(output_dir)])}")
