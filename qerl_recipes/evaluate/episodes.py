@@ -280,6 +280,8 @@ class _Engine:
             use_tqdm=False,
         )
         answers = [output.outputs[0] for output in outputs]
+        if given_up := [answer for answer in answers if answer.finish_reason not in ("stop", "length")]:
+            raise RuntimeError(f"vLLM gave {len(given_up)} turns up, the first with {given_up[0].finish_reason}")
         self.is_cut |= {
             turn.place: answer.finish_reason == "length" for turn, answer in zip(turns, answers, strict=True)
         }

@@ -197,7 +197,8 @@ def settle(evaluation: Evaluation) -> Settled:
         saved = open_adapter(evaluation.adapter)
         evaluation, as_in_training = taken_over(evaluation, saved)
         if evaluation.episodes:
-            as_in_training += [f"{key} {shown(value)}" for key, value in acting(saved.recipe).items()]
+            keys = acting(saved.recipe).items()
+            as_in_training += [key if key == "response_template" else f"{key} {shown(value)}" for key, value in keys]
         quantization, dtype = quantization or saved.quantization, dtype or saved.recipe.get("dtype")
     quantization, dtype = quantization or "qerl_nvfp4", dtype or "bfloat16"
     folder = _check_base(evaluation.base, quantization, dtype, saved)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
 
     Everything that can be refused is refused before the model loads. The adapter is saved in ``<output_dir>/adapter``,
-    checkpoints beside it, and the held-out problems as held_out.jsonl if no task of `qerl evaluate` has them. SIGTERM
+    checkpoints beside it, and the held-out problems as held_out.jsonl if `qerl evaluate` needs them. SIGTERM
     ends the run after the step in progress, with a checkpoint where one may be taken.
     SIGINT (Ctrl-C) ends the run at once and says what is kept. ``--help`` prints the keys.
 

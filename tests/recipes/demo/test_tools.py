@@ -1,11 +1,14 @@
 """Test the demo's recipes with a calculator and with a game, on the model that the repository holds."""
 
+import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from qerl_recipes import cli
 from qerl_recipes.train import run
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -40,6 +43,27 @@ def test_an_environment_in_its_own_interpreter_trains_alike(trained, tmp_path):
     there = ("--environments", "qerl_recipes.tasks.higher_lower:HigherLower", "--environment_python", sys.executable)
     shutil.rmtree(tmp_path / "adapter")
     assert trained("higher_lower", 2, *few, *there) == here
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "task"), [("calculator", "tools"), ("higher_lower", "environment:higher_lower")], ids=str
+)
+def test_the_printed_command_plays_held_out_episodes(name, task, trained, capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    trained(name, 1)
+    (printed,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("  qerl evaluate "))
+    cli.app([*shlex.split(printed)[1:], "--max_samples", "24", "--temperature", "1"], standalone_mode=False)
+    printed = capfd.readouterr().out
+    result = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert "mean reward" in printed and f"{task}, problem" in printed
+    for figures in result["tasks"][task].values():
+        assert figures["n"] == 24 and 0.2 < figures["calls"] < 5 and 0 <= figures["reward"]["value"] < 0.7
+    lines = [json.loads(line) for line in (tmp_path / "evaluation" / "answers.jsonl").read_text().splitlines()]
+    starts = [[line["prompt"] for line in lines if line["model"] == model] for model in ("base", "adapter")]
+    assert starts[0] == starts[1]
+    held_out = tmp_path / "held_out.jsonl"
+    assert held_out.is_file() == (name == "calculator")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from qerl_recipes.evaluate.figures import packed, unpacked
 from qerl_recipes.evaluate.intervals import (
     Z95,
     disjoint,
+    mean,
     over_seeds_and_problems,
     pass_at_k,
     several,
@@ -176,3 +177,16 @@ def test_judgements_come_back_from_their_digits(judged) -> None:
 def test_digits_of_another_number_of_answers_are_refused(digits, problems, num_samples) -> None:
     with pytest.raises(ValueError, match=f"are not {num_samples} answers to each of {problems} problems"):
         unpacked(digits, problems, num_samples)
+
+
+def test_the_interval_of_a_mean_is_the_seeded_bootstrap_over_problems() -> None:
+    values = np.random.default_rng(1).normal(2.0, 3.0, 200)
+    figure = mean(values.tolist())
+    low, high = figure["ci95"]
+    half = 1.96 * values.std(ddof=1) / np.sqrt(200)
+    assert figure["value"] == pytest.approx(values.mean())
+    assert low == pytest.approx(values.mean() - half, abs=0.05) and high == pytest.approx(
+        values.mean() + half, abs=0.05
+    )
+    assert mean(values.tolist()) == figure
+    assert mean([0.5]) == {"value": 0.5, "ci95": None, "interval": "bootstrap over problems"}

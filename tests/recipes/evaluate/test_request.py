@@ -208,6 +208,9 @@ def test_sampling_parameters_are_taken_over_and_taken_back(
         ({"dataset_name": "test.jsonl", "reward_funcs": ["format", "dapo_score"]}, "jsonl-accuracy:HERE/test.jsonl"),
         ({"dataset_name": "test.jsonl", "reward_funcs": ["accuracy", "last_number"]}, "jsonl-number:HERE/test.jsonl"),
         ({"dataset_name": "test.jsonl", "reward_funcs": ["length"]}, "jsonl-accuracy:HERE/test.jsonl"),
+        ({"environments": "higher_lower"}, "environment:higher_lower"),
+        ({"environments": {"a": "x.A", "b": "x.B"}, "tools": ["t"]}, "environment:a,environment:b"),
+        ({"dataset_name": "gsm8k", "tools": ["t"]}, "tools --problems PROBLEMS.jsonl"),
     ],
     ids=str,
 )
@@ -233,6 +236,7 @@ def test_the_printed_command_asks_for_what_was_taught(
         ({"reward_funcs": ["exact_answer"]}, "jsonl-exact:"),  # a mixture of data sets
         ({"dataset_name": "reasoning_gym", "reward_funcs": ["reasoning_gym"]}, None),
         ({"dataset_name": "gsm8k", "reward_funcs": ["accuracy"]}, None),
+        ({"environments": "higher_lower"}, None),
     ],
     ids=str,
 )
@@ -243,6 +247,16 @@ def test_held_out_problems_become_the_task(recipe: dict[str, Any], task: str | N
         file.write_text(json.dumps(ROW))
         assert f" --tasks {task}{file} " in as_trained.command(tmp_path, {"recipe": recipe})
         assert not as_trained.needs_held_out(tmp_path, recipe)
+
+
+def test_a_run_that_acts_leaves_its_problems(tmp_path: Path) -> None:
+    for key in ({"tools": ["t"]}, {"environments": "x.A"}):
+        recipe = {"dataset_name": "gsm8k", "reward_funcs": ["accuracy"], **key}
+        assert as_trained.needs_held_out(tmp_path, recipe)
+        assert "--problems" in as_trained.command(tmp_path, {"recipe": recipe})
+        (tmp_path / as_trained.HELD_OUT).write_text(json.dumps(ROW))
+        assert "--problems" not in as_trained.command(tmp_path, {"recipe": recipe})
+        (tmp_path / as_trained.HELD_OUT).unlink()
 
 
 def test_a_task_of_the_training_file_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,3 +274,6 @@ def test_a_task_of_the_training_file_is_known(tmp_path: Path, monkeypatch: pytes
         ("jsonl:mine.jsonl", {}, False),
     ]
     assert [as_trained.is_of_training(task, recipe) for task, recipe, _ in cases] == [known for *_, known in cases]
+    assert as_trained.is_of_training("tools", mine, Path("mine.jsonl"))
+    assert not as_trained.is_of_training("environment:x", mine, Path("other.jsonl"))
+    assert not as_trained.is_of_training("gsm8k", mine, Path("mine.jsonl"))
