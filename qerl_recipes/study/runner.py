@@ -59,9 +59,9 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     """Run what is missing of ``study`` below ``folder``; return True if all of it is there now.
 
     ``jobs`` trainings or evaluations work at a time, dealt out to the visible GPUs; several on a GPU need
-    vllm_kv_cache_memory_bytes in the recipe, and kv_cache_memory_bytes in the evaluations. After ``minutes`` everything
-    is told to end; the next call goes on. SIGTERM and Ctrl-C do the same. The runs that ``table`` has are not made
-    again (``inventory.keep``), in this call or later.
+    vllm_kv_cache_memory_bytes, pack_tokens and recompute_layers in the recipe, and kv_cache_memory_bytes in the
+    evaluations. After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same. The
+    runs that ``table`` has are not made again (``inventory.keep``), in this call or later.
 
     Before anything runs, raises StudyError for: keys that `qerl train` or `qerl evaluate` would refuse; evaluations
     whose problems or judge are missing; a ``folder`` of another study, of one at work, or of this one with another

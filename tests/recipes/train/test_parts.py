@@ -11,6 +11,7 @@ from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.train import loss
 
 COMPLETIONS = 16  # of a rollout: four groups
+SHORT = {"dtype": torch.float32, "rollout_engine": scripted_rollouts.NAME, "max_steps": 2, "learning_rate": 1e-3}
 WHOLE = {"per_device_train_batch_size": COMPLETIONS, "gradient_accumulation_steps": 1}
 
 
@@ -34,9 +35,14 @@ def train(make_trainer, make_nvfp4, scripted, read_metrics, tmp_path):
         trainer = make_trainer(
             make_nvfp4("qwen2"),
             digits_of_some,
-            dtype=torch.float32,
             output_dir=str(tmp_path / name),
-            **{"rollout_engine": scripted_rollouts.NAME, "max_steps": 2, "learning_rate": 1e-3, **settings},
+            **{
+                "dtype": torch.float32,
+                "rollout_engine": scripted_rollouts.NAME,
+                "max_steps": 2,
+                "learning_rate": 1e-3,
+                **settings,
+            },
         )
         forwards = []
         trainer.model.get_base_model().model.register_forward_pre_hook(
@@ -56,19 +62,19 @@ def by_tokens(**settings):
     return {**unset, "generation_batch_size": COMPLETIONS, **settings}
 
 
-def assert_same(one, other):
+def assert_same(one, other, rel=1e-3, weights=2e-5):
     """Compare the lines of metrics.jsonl, TRL's own figures and the weights of two runs.
 
     The share of packed tokens may differ: a prompt is computed once a part.
     """
     for ours, theirs in zip(one[0], other[0], strict=True):
-        assert {**ours, "packed_share": 0} == pytest.approx({**theirs, "packed_share": 0}, rel=1e-3, abs=1e-6)
+        assert {**ours, "packed_share": 0} == pytest.approx({**theirs, "packed_share": 0}, rel=rel, abs=1e-6)
     assert one[1].keys() == other[1].keys()
     for name, theirs in other[1].items():
         if not name.endswith(("step_time", "_tokens_per_s", "share")):
-            assert one[1][name] == pytest.approx(theirs, rel=1e-3, abs=1e-5, nan_ok=True), name
+            assert one[1][name] == pytest.approx(theirs, rel=rel, abs=1e-5, nan_ok=True), name
     for name, weight in other[2].items():
-        torch.testing.assert_close(one[2][name], weight, rtol=0, atol=2e-5, msg=name)
+        torch.testing.assert_close(one[2][name], weight, rtol=0, atol=weights, msg=name)
 
 
 LOSSES = [
@@ -114,6 +120,19 @@ def test_a_rollout_serves_several_steps(parts, train):
     split = train("split", **by_tokens(pack_tokens=parts, steps_per_generation=2), **settings)
     assert_same(split, whole)
     assert max(line["logp_staleness_mean"] for line in whole[0]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "rel", "weights"),
+    [
+        ({"dtype": torch.float16, "learning_rate": 1e-4}, 2e-2, 2e-4),
+        ({"gradient_checkpointing": True, "recompute_layers": 1}, 1e-3, 2e-5),
+    ],
+    ids=["float16", "recomputed"],
+)
+def test_gradients_are_scaled_and_blocks_recomputed_part_by_part(settings, rel, weights, train):
+    whole = train("whole", **WHOLE, **settings)
+    assert_same(train("split", **by_tokens(pack_tokens=40), **settings), whole, rel, weights)
 
 
 def test_a_part_that_comes_later_has_no_gradient_yet():

@@ -182,10 +182,17 @@ def test_save_total_limit_keeps_the_newest(make_trainer, make_nvfp4):
     assert names == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
 
 
-def test_a_run_goes_on_with_smaller_micro_batches(finished, make_trainer, read_metrics):
+@pytest.mark.parametrize(
+    "smaller",
+    [
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": None, "generation_batch_size": 8, "pack_tokens": 40},
+    ],
+    ids=["by TRL", "by tokens"],
+)
+def test_a_run_goes_on_with_smaller_micro_batches(smaller, finished, make_trainer, read_metrics):
     base, whole = finished
     before = read_metrics(whole)
-    smaller = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     trainer = make_trainer(base, digits_of_some, rows=6, output_dir=str(whole), **RUN, **smaller)
     trainer.train(str(whole / "checkpoint-4"))
     for one, other in zip(before[4:], read_metrics(whole)[4:], strict=True):
