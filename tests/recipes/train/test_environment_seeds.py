@@ -7,8 +7,12 @@ from typing import ClassVar
 import calling
 import pytest
 import torch
+from accelerate import Accelerator
 from digit_rewards import digits
 from safetensors.torch import load_file
+from trl import GRPOTrainer
+
+from qerl_recipes.train.turns import TurnsTrainer
 
 
 class Dice:
@@ -84,3 +88,16 @@ def test_fresh_prompts_and_evaluations_have_seeds_of_their_own(train, tmp_path):
     others = [seed for seed in evaluated if seed not in alone]
     assert kept == alone, "an evaluation changes nothing in the rollouts"
     assert others[: len(others) // 2] == others[len(others) // 2 :], "each evaluation meets the same environments"
+
+
+def test_each_process_has_the_seeds_of_its_own_rows(make_trainer, make_nvfp4, monkeypatch):
+    trainer = make_trainer(make_nvfp4("qwen2"), digits, turns={"environment_factory": Dice}, **RUN)
+    drawn = {}
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, rows: rows)
+    trainer.model.train()
+    for rank in (0, 1):
+        monkeypatch.setattr(Accelerator, "process_index", property(lambda self, rank=rank: rank))
+        trainer.starts.open(0)
+        rows = TurnsTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * 8)
+        drawn[rank] = [row["seed"] for row in rows]
+    assert [len(set(seeds)) for seeds in drawn.values()] == [2, 2] and not set(drawn[0]) & set(drawn[1])
