@@ -45,12 +45,14 @@ class Templates(Protocol):
 class Interaction:
     """Hold what completions interact with.
 
-    ``environments`` makes instances by the environment's name, which is None for the only one.
+    ``environments`` makes instances by the environment's name, which is None for the only one. ``lacks_some`` says that
+    an environment of the recipe could not be made.
     """
 
     tools: Sequence[Tool] = ()
     environments: "Mapping[str | None, Instances]" = field(default_factory=dict)
     rollout_func: Callable[..., Mapping[str, Any]] | None = None
+    lacks_some: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the trainer's arguments of these names, without those that the recipe does not set."""
@@ -116,7 +118,8 @@ def resolve(
             and (made := _instances(name, path, script, tool_seconds, environments, problems)) is not None
         ):
             found[name] = made
-    interaction = Interaction(functions, found, _rollout_func(script, problems))
+    lacks_some = script.environments is not None and len(found) < len(named)
+    interaction = Interaction(functions, found, _rollout_func(script, problems), lacks_some)
     problems += _schema_problems(interaction)
     return interaction
 
@@ -221,7 +224,7 @@ def row_problems(interaction: Interaction, split: str, columns: Sequence[str], n
 
     ``columns`` are those of the ``split``, and ``names`` the values of the column ``environment``.
     """
-    if not interaction.environments:
+    if not interaction.environments or interaction.lacks_some:
         return
     if None not in interaction.environments:
         known = ", ".join(sorted(map(str, interaction.environments)))

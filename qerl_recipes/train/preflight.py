@@ -278,7 +278,7 @@ def _resolve_rewards(
 ) -> dict[str, Reward]:
     """Return the reward functions by their names in the recipe; add to ``problems`` what is wrong with these keys."""
     names, weights = script.reward_funcs, training.reward_weights
-    if not names and not interaction.rewards():
+    if not names and not interaction.rewards() and not interaction.lacks_some:
         has_none = ", and no environment has a get_reward" if interaction.environments else ""
         problems.append(f"reward_funcs is empty{has_none}")
     elif weights is not None and len(weights) != len(names):
@@ -315,7 +315,7 @@ def _read_rows(
     problems: list[str],
 ) -> tuple[Dataset, Dataset | None] | None:
     """Return the training and held-out problems of a recipe; add to ``problems`` what is wrong with them."""
-    is_owned = script.dataset_name is script.dataset_mixture is None and None in interaction.environments
+    is_owned = script.dataset_name is script.dataset_mixture is None and isinstance(script.environments, str)
     try:
         if is_owned:
             needed = training.generation_batch_size // training.num_generations

@@ -183,6 +183,17 @@ def test_an_environment_with_data_and_reward_needs_max_steps(write_recipe):
             of(**changed)
 
 
+def test_an_environment_that_cannot_be_made_is_the_only_thing_said(write_recipe, routed):
+    for changed in (
+        {"environments": "acting.Wordle"},
+        {"environments": {"a": "acting.Counter", "b": "acting.Wordle"}, "dataset_name": routed("a", "b")[1]},
+    ):
+        with pytest.raises(ConfigError) as error:
+            preflight.check(*parse(["--config", write_recipe(**{**OWNED, **changed})]))
+        (_, line) = str(error.value).splitlines()
+        assert line.startswith("  - environments: acting.Wordle cannot be imported")
+
+
 def test_default_rewards_are_not_those_of_environments():
     flags = ["--use_cpu", "true", "--bf16", "false"]
     assert parse([*flags, *COUNTER.split()])[0].reward_funcs == []
