@@ -48,21 +48,23 @@ def share_of_passed(run, program, tests, seconds, total):  # type: ignore[no-unt
     """Return the share of tests that a program passes: it ends with status 0 and writes the expected output.
 
     It is 0 as soon as the program takes longer than ``seconds`` in a test, or ``total`` in all, as in Open-R1.
-    ``run(program, given, seconds) -> (status, output)``, or None where the time has run out. This function is also sent
-    to other machines, so it must need nothing but the standard library.
+    ``run(program, given, seconds) -> (status, output, seconds taken)``, or None where the time has run out. This
+    function is also sent to other machines, so it must need nothing but the standard library.
     """
-    passed, end = 0, time.monotonic() + total
+    passed, left = 0, total
     for given, expected in tests:
-        ended = run(program, given, seconds) if time.monotonic() < end else None
+        ended = run(program, given, seconds) if left > 0 else None
         if ended is None:
             return 0.0
-        status, output = ended
+        status, output, taken = ended
         passed += status == 0 and same_output(output, expected)
+        left -= taken
     return passed / len(tests)
 
 
 def run_in_a_process(program, given, seconds):  # type: ignore[no-untyped-def]
     """Run a program without limits on anything but time, in a sandbox that somebody else has set up."""
+    begin = time.monotonic()
     try:
         ended = subprocess.run(
             [sys.executable, "-c", program],
@@ -73,7 +75,7 @@ def run_in_a_process(program, given, seconds):  # type: ignore[no-untyped-def]
         )
     except subprocess.TimeoutExpired:
         return None
-    return ended.returncode, ended.stdout.decode(errors="replace")
+    return ended.returncode, ended.stdout.decode(errors="replace"), time.monotonic() - begin
 
 
 def script_for(program: str, tests: Sequence[Sequence[str]]) -> str:
@@ -125,9 +127,9 @@ def _check_limits() -> None:
 def _local(script: ScriptArguments) -> Judge:
     _check_limits()
 
-    def run(program: str, given: str, seconds: float) -> tuple[int, str] | None:
+    def run(program: str, given: str, seconds: float) -> tuple[int, str, float] | None:
         outcome = sandbox.run(program, given, seconds=seconds, output_bytes=sandbox.DISK)
-        return None if outcome.status is None else (outcome.status, outcome.output)
+        return None if outcome.status is None else (outcome.status, outcome.output, outcome.cpu_seconds)
 
     return lambda program, tests: share_of_passed(run, program, tests, SECONDS, TOTAL_SECONDS)
 
@@ -249,10 +251,12 @@ class Piston:
     def execute(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return Piston's answer, which has the key ``run``, and ``compile`` for a language that is compiled.
 
+        To these come the ``seconds`` between the request and the answer, without those before a server was free.
         ``seconds`` limits each try. Raises ProviderError if the last try fails too.
         """
         for attempt in range(TRIES):
             address = self._free.get()
+            begin = time.monotonic()
             try:
                 answer = post(f"{address.rstrip('/')}/execute", {"version": "*", **request}, seconds)
             except ProviderError as error:
@@ -260,7 +264,7 @@ class Piston:
             else:
                 failed = "run" not in answer or "Resource temporarily unavailable" in (answer["run"]["stderr"] or "")
                 if not failed or (answer.get("compile") or {}).get("code"):
-                    return answer
+                    return {**answer, "seconds": time.monotonic() - begin}
                 failure = ProviderError(f"{address} did not run the program: {json.dumps(answer)[:300]}")
             finally:
                 self._free.put(address)
@@ -272,10 +276,11 @@ class Piston:
 def _piston(script: ScriptArguments) -> Judge:
     piston = Piston("code_provider: piston")
 
-    def run(program: str, given: str, seconds: float) -> tuple[int, str] | None:
+    def run(program: str, given: str, seconds: float) -> tuple[int, str, float] | None:
         files = [{"name": "main.py", "content": program}]
         request = {"language": PYTHON_OF_PISTON, "files": files, "stdin": given, "run_timeout": int(1000 * seconds)}
-        ended = piston.execute(request, seconds + 30)["run"]
-        return None if ended["signal"] == "SIGKILL" else (ended["code"], ended["stdout"])
+        answer = piston.execute(request, seconds + 30)
+        ended = answer["run"]
+        return None if ended["signal"] == "SIGKILL" else (ended["code"], ended["stdout"], answer["seconds"])
 
     return lambda program, tests: share_of_passed(run, program, tests, SECONDS, TOTAL_SECONDS)

@@ -76,8 +76,9 @@ def code(script: ScriptArguments) -> Reward:
 
     The column ``verification_info`` has the tests; ``tests_of`` says how. A test passes if the program ends with
     status 0 and writes the expected lines; Open-R1 also accepts the first of several lines alone. Without a block the
-    reward is 0, and also once a test takes longer than 5 seconds, or all of them 30. With ``code_provider: local`` the
-    5 seconds are of CPU time, or 11 of wall time. Raises what ``judge_of`` raises.
+    reward is 0, and also once a test takes longer than 5 seconds, or all of them 30. With ``code_provider: local``
+    these are seconds of CPU time, so that the load of the machine changes no reward; a program may also sleep 11
+    seconds in a test. Raises what ``judge_of`` raises.
     """
     judge = judge_of(script)
 

@@ -29,6 +29,7 @@ import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -49,8 +50,8 @@ MEMORY, OUTPUT = 1 << 30, 1 << 16  # bytes
 DISK = 1 << 26  # bytes, of its folder and of each file
 TOOL_SECONDS, TOOL_OUTPUT = 5.0, 2048  # of the tool python; bytes of output and of errors
 PROCESSES, OPEN_FILES = 32, 128
-UIDS = range(61184, 65520)  # nobody's: systemd gives them to services for as long as these run
-OUT_OF_CPU_TIME = 128 + signal.SIGXCPU
+UIDS = range(60706, 61184)  # Linux distributions and systemd leave these to nobody
+OUT_OF_CPU_TIME, KILLED = 128 + signal.SIGXCPU, 128 + signal.SIGKILL
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -58,6 +59,7 @@ ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 LONGEST_PAUSE = 0.05  # seconds between two looks at a program
+LONGEST_WAIT = 10  # times the wall time that a program has when no other takes its processors
 
 
 class SandboxError(RuntimeError):
@@ -68,11 +70,13 @@ class Outcome(NamedTuple):
     """Hold the first ``output_bytes`` of a program's output, the last ones of its errors, and how it ended.
 
     ``status`` is the exit status, or 128 and the signal's number. It is None where the time or the disk ran out.
+    ``cpu_seconds`` is the CPU time of its launcher and of its processes, but for those that were killed at its end.
     """
 
     output: str
     errors: str
     status: int | None
+    cpu_seconds: float
 
 
 def run(
@@ -85,11 +89,12 @@ def run(
 ) -> Outcome:
     """Run a Python program with this interpreter and its packages; return when all its processes are dead.
 
-    ``seconds`` limits the CPU time of each process, in whole seconds; twice as much and one second limits the wall
-    time. ``memory_bytes`` limits the address space of each process. Two runs of one program give the same output
-    unless it asks for the time, for chance or for the network: hashes have a fixed seed, and its folder is left out.
+    ``seconds`` limits the CPU time of all its processes. Twice as much and one second limits the time in which it runs
+    or sleeps; the time in which it waits for a processor does not count. ``memory_bytes`` limits the address space of
+    each process. Two runs of one program give the same output unless it asks for the time, for chance or for the
+    network: hashes have a fixed seed, and its folder is left out.
 
-    Raises SandboxError if the program could not be started.
+    Raises SandboxError if the program could not be started, or got too little of a processor to judge it.
     """
     return _run(kind(), program, stdin, seconds, memory_bytes, output_bytes)
 
@@ -119,8 +124,8 @@ def kind() -> str:
             )
         return possible
     way_out = (
-        "run as another user than root, with Python where others may read it, or allow namespaces (docker run "
-        "--cap-add SYS_ADMIN --security-opt apparmor=unconfined)"
+        "let other users enter the folders of Python (such as chmod o+x /root), run as another user than root, or "
+        "allow namespaces (docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined)"
         if is_root
         else "use another code_provider"
     )
@@ -128,13 +133,11 @@ def kind() -> str:
 
 
 def _run(kind: str, program: str, stdin: str, seconds: float, memory_bytes: int, output_bytes: int) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="qerl-program-", ignore_cleanup_errors=True) as name:
-        place = Path(name).resolve()
+    with _folder() as place, _user_id() as uid:
         folder, source = place / "work", place / "program.py"
         folder.mkdir(mode=0o700)
         source.write_text(program, encoding="utf-8", errors="replace")
         (place / "input").write_text(stdin, encoding="utf-8", errors="replace")
-        uid = _free_uid() if os.geteuid() == 0 else None
         if uid is not None:
             place.chmod(0o755)
             os.chown(folder, uid, uid)
@@ -156,13 +159,43 @@ def _run(kind: str, program: str, stdin: str, seconds: float, memory_bytes: int,
             "visible": [*_interpreter(), str(place)],
             "disk": DISK,
             "limits": limits,
-            "seconds": math.ceil(wall) + 5,
+            "cpu_seconds": cpu,
+            "wall_seconds": wall,
+            "longest": LONGEST_WAIT * wall + 5,
+            "out_of_time": OUT_OF_CPU_TIME,
             "command": [PYTHON, "-s", str(source)],
         }
-        status = _launch(settings, place, uid, wall)
+        status, cpu_seconds = _launch(settings, place, uid, LONGEST_WAIT * wall)
         output = _read(place / "output", output_bytes).replace(f"{place}/", "")
         errors = _read(place / "errors", output_bytes, from_end=True).replace(f"{place}/", "")
-        return Outcome(output, errors, None if status == OUT_OF_CPU_TIME else status)
+        out_of_time = status == OUT_OF_CPU_TIME or (status == KILLED and cpu_seconds >= cpu)
+        return Outcome(output, errors, None if out_of_time else status, cpu_seconds)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    name = tempfile.mkdtemp(prefix="qerl-program-")
+    try:
+        yield Path(name).resolve()
+    finally:  # a program may leave folders deeper than Python can follow, or closed to its own user
+        subprocess.run(["chmod", "-R", "u+rwx", name], stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", name], stderr=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def _user_id() -> Iterator[int | None]:
+    """Reserve a user id on this machine if this process is root, by a socket whose name can be taken once."""
+    if os.geteuid() != 0:
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX) as reservation:
+        for uid in random.SystemRandom().sample(UIDS, len(UIDS)):
+            with contextlib.suppress(OSError):
+                reservation.bind(f"\0qerl-program-{uid}")
+                break
+        else:
+            raise SandboxError(f"{len(UIDS)} programs run already")
+        yield uid
 
 
 def _interpreter() -> list[str]:
@@ -174,11 +207,11 @@ def _interpreter() -> list[str]:
     return sorted(folders | {os.path.realpath(folder) for folder in folders})
 
 
-def _launch(settings: dict[str, Any], place: Path, uid: int | None, wall: float) -> int | None:
+def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: float) -> tuple[int | None, float]:
     """Run the launcher to the end of its program, and kill what is left.
 
-    Returns the status, or None after ``wall`` seconds or once the disk is used up. Raises SandboxError if the launcher
-    has not come as far as the program.
+    Returns the status, None once the disk is used up, and the CPU seconds. Raises SandboxError if the launcher has not
+    come as far as the program, or not to its end in ``longest`` seconds.
     """
     command = [PYTHON, "-IS", str(LAUNCHER)]
     if settings["namespaces"]:
@@ -206,50 +239,54 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, wall: float)
             )
         finally:
             os.close(started)
+        has_room = True
         try:
-            status = _wait(process, wall, None if settings["namespaces"] else Path(settings["folder"]))
+            end, pause = time.monotonic() + longest, 0.002
+            while (in_time := time.monotonic() < end) and has_room and not _has_ended(process.pid):
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                has_room = settings["namespaces"] or _size(settings["folder"]) <= DISK
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+            _, wait_status, usage = os.wait4(process.pid, 0)
+            code = process.returncode = os.waitstatus_to_exitcode(wait_status)
             if not settings["namespaces"]:
                 _kill_strays(place, uid)
         if not os.read(told, 1):
-            raise SandboxError(_read(place / "errors", OUTPUT).strip()[-300:] or f"the launcher ended with {status}")
-    return status
+            raise SandboxError(_read(place / "errors", OUTPUT).strip()[-300:] or f"the launcher ended with {code}")
+    if not in_time:
+        raise SandboxError(f"the program has not ended in {longest:g} seconds, for other programs took the processors")
+    return (code if code >= 0 else 128 - code) if has_room else None, usage.ru_utime + usage.ru_stime
 
 
-def _wait(process: "subprocess.Popen[bytes]", wall: float, folder: Path | None) -> int | None:
-    """Wait for the launcher -> its status; None after ``wall`` seconds, or once ``folder`` holds more than DISK."""
-    end, pause = time.monotonic() + wall, 0.002
-    while time.monotonic() < end:
-        try:
-            status = process.wait(pause)
-            return status if status >= 0 else 128 - status
-        except subprocess.TimeoutExpired:
-            pause = min(2 * pause, LONGEST_PAUSE)
-        if folder is not None and _size(folder) > DISK:
-            break
-    return None
+def _has_ended(pid: int) -> bool:
+    """Return True if a child has ended; its process id stays taken."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _size(folder: Path) -> int:
-    """Return the bytes of all files in a folder that may change meanwhile."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+def _size(folder: str) -> int:
+    """Return the bytes of a folder that may change meanwhile, at least 4096 for a file or folder in it."""
+    total, folders = 0, [folder]
+    while folders and total <= DISK:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
     return total
 
 
 def _kill_strays(folder: Path, uid: int | None) -> None:
-    """Kill the processes of a program that have left its process group, until there is none.
+    """Kill the processes of a program that have left its process group.
 
-    They have the user id ``uid``; where it is None, their environment or working folder is that of the program.
+    They are all of user ``uid``; where it is None, those whose environment or working folder is that of the program.
     """
+    if uid is not None:  # the kernel kills all that a user may kill at once: none can start another meanwhile
+        kill = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, {signal.SIGKILL:d})"
+        subprocess.run([PYTHON, "-ISc", kill], stderr=subprocess.DEVNULL)
+        return
     stopped: set[int] = set()
-    while strays := {pid for pid in _pids() if _is_of(pid, folder, uid)} - stopped:
+    while strays := {pid for pid in _pids() if _is_of(pid, folder)} - stopped:
         for pid in strays:
             _signal(pid, signal.SIGSTOP)  # a stopped process starts no others
         stopped |= strays
@@ -266,24 +303,13 @@ def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _is_of(pid: int, folder: Path, uid: int | None) -> bool:
-    """Return True if a process is of the program in ``folder``, whose user id is ``uid`` if it has one of its own."""
+def _is_of(pid: int, folder: Path) -> bool:
+    """Return True if a process is of the program in ``folder``."""
     try:
-        if uid is not None:
-            return os.stat(f"/proc/{pid}").st_uid == uid
         environment, work = Path(f"/proc/{pid}/environ").read_bytes(), os.readlink(f"/proc/{pid}/cwd")
         return str(folder).encode() in environment or Path(work).is_relative_to(folder)
     except OSError:  # it has ended, or is of another user
         return False
-
-
-def _free_uid() -> int:
-    """Return a user id that no process has."""
-    taken = set()
-    for pid in _pids():
-        with contextlib.suppress(OSError):
-            taken.add(os.stat(f"/proc/{pid}").st_uid)
-    return random.SystemRandom().choice([uid for uid in UIDS if uid not in taken])
 
 
 def _most_processes(kind: str) -> int:

@@ -4,6 +4,7 @@
 lines, after the functions, say in which order things happen.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -11,10 +12,13 @@ import resource
 import signal
 import struct
 import sys
+import time
+from pathlib import Path
 
 MOUNT_SETATTR, HERE, RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1  # of linux/mount.h and asm-generic/unistd.h
 NO_SUID, NO_DEVICES, BIND = 2, 4, 0x1000 | 0x4000
 NO_NEW_PRIVILEGES, SECURE_BITS, NO_POWERS_OF_ROOT = 38, 28, 0x2F  # of linux/prctl.h and linux/securebits.h
+PAUSE = 0.25  # seconds between two looks at the time
 
 
 def checked(result: int, what: str) -> None:
@@ -67,22 +71,53 @@ def start(libc: ctypes.CDLL, settings: dict) -> int:
     os._exit(127)
 
 
+def time_without_waiting(pid: int, started: float) -> float:
+    """Return the seconds since ``started`` in which a process has not waited for a processor, as far as Linux says."""
+    try:
+        waited = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        waited = 0.0
+    return time.monotonic() - started - waited
+
+
+def cpu_seconds_of_group() -> float:
+    """Return the CPU seconds of this process group and of the children that its processes have waited for."""
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == os.getpgrp():
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
     os.set_inheritable(settings["started"], False)
     libc = ctypes.CDLL(None, use_errno=True)
     if settings["namespaces"]:
         close_file_system(libc, settings)
+    started, is_out_of_time = time.monotonic(), False
     child = start(libc, settings)
     os.close(settings["started"])
 
-    def end(*signal_and_frame: object) -> None:
-        os.kill(child, signal.SIGKILL)
+    def end_in_time(*signal_and_frame: object) -> None:
+        global is_out_of_time
+        if (
+            time.monotonic() - started > settings["longest"]  # whoever started this may have died
+            or time_without_waiting(child, started) > settings["wall_seconds"]
+            or cpu_seconds_of_group() > settings["cpu_seconds"]
+        ):
+            with contextlib.suppress(ProcessLookupError):  # it may just have ended
+                os.kill(child, signal.SIGKILL)
+                is_out_of_time = True
 
-    signal.signal(signal.SIGALRM, end)
-    signal.alarm(settings["seconds"])  # whoever started this may have died, and then nobody else ends the program
+    signal.signal(signal.SIGALRM, end_in_time)
+    signal.setitimer(signal.ITIMER_REAL, PAUSE, PAUSE)
     while True:  # the first process of a namespace gets all orphans
         ended, status = os.wait()
         if ended == child:
             code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
+            os._exit(settings["out_of_time"] if is_out_of_time else code if code >= 0 else 128 - code)

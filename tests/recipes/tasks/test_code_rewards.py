@@ -183,6 +183,13 @@ def test_a_test_that_takes_too_long_ends_the_judging_with_0(provider, server, cl
     assert judged(programs=[ADD], **settings_of(provider, server)) == [0.0]
 
 
+@pytest.mark.parametrize(("taken", "share"), [(1.0, 1.0), (1.1, 0.0)])
+def test_the_time_of_all_tests_is_what_their_runs_report(taken, share):
+    """Check that no other clock counts: on a loaded machine it would change the verdict."""
+    tests = [("", "")] * 4
+    assert code_providers.share_of_passed(lambda *run: (0, "", taken), ADD, tests, 5.0, 3.2) == share
+
+
 @pytest.mark.parametrize(
     ("written", "expected", "same"),
     [
@@ -255,7 +262,7 @@ def test_as_many_programs_run_at_a_time_as_the_key_says(provider, server, monkey
         return (200, {"run": {"stdout": "1", "stderr": "", "code": 0, "signal": None}})
 
     server.reply = meet
-    monkeypatch.setattr(sandbox, "run", lambda *a, **o: meet() and sandbox.Outcome("1", "", 0))
+    monkeypatch.setattr(sandbox, "run", lambda *a, **o: meet() and sandbox.Outcome("1", "", 0, 0.1))
     info = {"language": "python", "test_cases": [{"input": "", "output": "1"}]}
     assert judged(programs=[ADD] * 3, info=info, parallel_code_exec_per_proc=3, **settings) == [1.0] * 3
     assert not waiting.broken, "all three have met"

@@ -31,7 +31,7 @@ spec.loader.exec_module(sandbox)
 try:
     print(json.dumps(sandbox._run(sys.argv[2], sys.stdin.read(), "", float(sys.argv[3]), sandbox.MEMORY, 1000)))
 except sandbox.SandboxError as error:
-    print(json.dumps(["", str(error), "not started"]))
+    print(json.dumps(["", str(error), "not started", 0]))
 """
 ALARM = 1_000_000_000 + os.getpid()  # seconds, of sleeps that are recognized as this process's by this number
 
@@ -186,16 +186,16 @@ def test_a_home_folder_is_hidden_but_for_its_interpreter(make_folder):
     program = f"import os, sys; print(sorted(os.listdir({str(home)!r})), sys.version_info >= (3,))"
     line = [home / "venv/bin/python", "-c", DRIVER, sandbox.__file__, NAMESPACES, "10"]
     ended = subprocess.run(line, input=program, env={"HOME": str(home)}, capture_output=True, text=True)
-    output, errors, status = json.loads(ended.stdout)
+    output, errors, status, _ = json.loads(ended.stdout)
     if status == "not started":
         pytest.skip(f"this kernel has no namespaces for us: {errors}")
     assert (output, errors) == ("['link', 'real', 'venv'] True\n", ""), ended.stderr
 
 
 def test_a_program_reads_its_input_and_says_how_it_ended():
-    assert sandbox.run("print(int(input()) + 1)", "41", seconds=5) == ("42\n", "", 0)
+    assert sandbox.run("print(int(input()) + 1)", "41", seconds=5)[:3] == ("42\n", "", 0)
     outcome = sandbox.run("import sys; print('so far'); sys.exit('no')", seconds=5)
-    assert outcome == ("so far\n", "no\n", 1)
+    assert outcome[:3] == ("so far\n", "no\n", 1)
     assert sandbox.run("import os; os.abort()", seconds=5).status == 128 + 6
     assert sandbox.run("import numpy; print(numpy.ones(3).sum())", seconds=5).output == "3.0\n"
 
@@ -210,7 +210,7 @@ def test_two_runs_of_a_program_give_the_same_text():
     """Check what differs between processes elsewhere: the order of a set, and the folder in a traceback."""
     program = "import os; print({str(i) for i in range(50)}, os.getcwd(), os.environ); 1 / 0"
     first, second = (sandbox.run(program, seconds=5) for _ in range(2))
-    assert first == second and "ZeroDivisionError" in first.errors and 'File "program.py"' in first.errors
+    assert first[:3] == second[:3] and "ZeroDivisionError" in first.errors and 'File "program.py"' in first.errors
 
 
 def test_seconds_and_bytes_are_those_that_were_asked_for():
@@ -222,11 +222,41 @@ def test_seconds_and_bytes_are_those_that_were_asked_for():
     assert sandbox.run(take, seconds=5, memory_bytes=1 << 30).output == "done\n"
 
 
-def test_a_launcher_whose_starter_has_died_ends_its_program(tmp_path):
-    settings = {"namespaces": False, "uid": None, "folder": str(tmp_path), "limits": {}, "seconds": 1, "started": 1}
-    settings["command"] = ["/bin/sleep", str(ALARM)]
-    line = [sys.executable, "-I", str(sandbox.LAUNCHER), json.dumps(settings)]
-    assert subprocess.run(line, stdout=subprocess.PIPE, timeout=60).returncode == KILLED
+def launched(command, folder, **settings):
+    """Run the launcher without namespaces, as sandbox.run does."""
+    settings |= {"namespaces": False, "uid": None, "folder": str(folder), "limits": {}, "started": 1}
+    settings |= {"command": command, "cpu_seconds": 9, "out_of_time": sandbox.OUT_OF_CPU_TIME}
+    line = [sys.executable, "-IS", str(sandbox.LAUNCHER), json.dumps(settings)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, start_new_session=True)
+
+
+@pytest.mark.parametrize("limits", [(0, 60), (60, 0)])
+def test_a_launcher_ends_its_program_on_its_own(limits, tmp_path):
+    """Check the time that the program runs or sleeps, and all time: its starter may have died."""
+    wall, longest = limits
+    ended = launched(["/bin/sleep", str(ALARM)], tmp_path, wall_seconds=wall, longest=longest)
+    assert ended.returncode == sandbox.OUT_OF_CPU_TIME
+
+
+def test_a_program_that_gets_no_processor_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(sandbox, "LONGEST_WAIT", 0.1)
+    with pytest.raises(SandboxError, match=r"has not ended in .* seconds, for other"):
+        sandbox.run("import time; time.sleep(9)", seconds=2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs user ids")
+def test_programs_at_the_same_time_have_user_ids_of_their_own(monkeypatch):
+    monkeypatch.setattr(sandbox, "UIDS", range(60706, 60708))
+    with sandbox._user_id() as first, sandbox._user_id() as second:
+        assert {first, second} == {60706, 60707}
+        with pytest.raises(SandboxError, match="2 programs run already"), sandbox._user_id():
+            pass
+
+
+def test_cpu_time_of_all_processes_is_limited_together():
+    """Check processes that would each stay below the limit, for a program that sleeps meanwhile."""
+    burn = "import time, os\nos.fork()\nos.fork()\nwhile time.process_time() < 1.5: pass\ntime.sleep(1)"
+    assert sandbox.run(burn, seconds=4).status is None
 
 
 def test_what_has_not_started_is_no_verdict(monkeypatch):
@@ -241,14 +271,18 @@ def test_what_has_not_started_is_no_verdict(monkeypatch):
     [
         (0, {OWN_USER}, "it reaches the network and may write where all users may"),
         (1000, {LIMITS}, "it reaches the network, and your user's files and processes"),
-        (0, set(), "run as another user than root, with Python where others may read it, or allow namespaces"),
+        (
+            0,
+            set(),
+            "let other users enter the folders of Python .*, run as another user than root, or allow namespaces",
+        ),
         (1000, set(), "use another code_provider"),
     ],
 )
 def test_what_a_kernel_lacks_is_named_or_refused(user, working, message, monkeypatch):
     def run(kind, *arguments):
         if kind in working:
-            return sandbox.Outcome("42\n", "", 0)
+            return sandbox.Outcome("42\n", "", 0, 0.1)
         raise SandboxError(f"no {kind} here")
 
     monkeypatch.setattr(sandbox, "_run", run)
@@ -277,8 +311,5 @@ def test_python_says_that_the_time_ran_out(monkeypatch):
 
 def test_an_interpreter_that_others_may_not_read_is_named(tmp_path):
     (tmp_path / "python").write_text("")
-    settings = {"namespaces": False, "uid": None, "folder": str(tmp_path), "limits": {}, "seconds": 9, "started": 1}
-    settings["command"] = [str(tmp_path / "python")]
-    line = [sys.executable, "-IS", str(sandbox.LAUNCHER), json.dumps(settings)]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    ended = launched([str(tmp_path / "python")], tmp_path, wall_seconds=9, longest=9)
     assert ended.returncode == 127 and f"{tmp_path}/python cannot be run: PermissionError" in ended.stderr
