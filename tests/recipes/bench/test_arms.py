@@ -20,6 +20,7 @@ from qerl_recipes.bench.rollout import take_turns
 from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.machine import processes
 
+CASE = ("batch", "input", "output")
 ARM = """
 import json, os, subprocess, time
 from pathlib import Path
@@ -94,7 +95,10 @@ def test_arms_repeat_each_case_in_turn_once_all_are_ready(log: Path) -> None:
     ]
     pieces = [
         {"weights_gib": 2.0},
-        *({"case": {**case._asdict(), "seconds": [1.0, 1.0], "prefill_seconds": [1.0, 1.0]}} for case in CASES),
+        *(
+            {"case": dict(zip(CASE, case, strict=False), seconds=[1.0, 1.0], prefill_seconds=[1.0, 1.0])}
+            for case in CASES
+        ),
         {"prefill": {"tokens": 64 * 47, "seconds": [1.0, 1.0]}},
     ]
     assert noted == {"a": pieces, "slow": pieces}
