@@ -66,6 +66,24 @@ def test_the_printed_command_plays_held_out_episodes(name, task, trained, capfd,
     assert held_out.is_file() == (name == "calculator")
 
 
+@pytest.mark.integration
+def test_a_run_goes_on_without_the_environments_that_die(trained, tmp_path, monkeypatch, caplog):
+    (tmp_path / "deadly.py").write_text(
+        "import os\n"
+        "from qerl_recipes.tasks.higher_lower import HigherLower\n"
+        "class Deadly(HigherLower):\n"
+        "    def guess(self, number: int) -> str:\n"
+        "        'Guess.\\n\\nArgs:\\n    number: The guess.'\n"
+        "        os._exit(1) if number > 4 else None\n"
+        "        return super().guess(number)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    there = ("--environments", "deadly.Deadly", "--environment_python", sys.executable)
+    first, second = trained("higher_lower", 2, "--per_device_train_batch_size", "8", "--num_generations", "4", *there)
+    lost = [record.message for record in caplog.records if "process has ended (code 1) in guess" in record.message]
+    assert lost and first["tool_failures"] > 0 and second["reward"] > 0, "the next rollout has all environments again"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "reward"), [("calculator", 0.85), ("higher_lower", 0.5)])
 def test_a_model_learns_to_use_its_tool(name, reward, trained):
