@@ -51,7 +51,13 @@ def test_an_environment_in_its_own_interpreter_trains_alike(trained, tmp_path):
 )
 def test_the_printed_command_plays_held_out_episodes(name, task, trained, capfd, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    trained(name, 1)
+    data = []
+    if name == "calculator":
+        rows = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i}) + "\n" for i in range(10, 74)]
+        for split in ("train", "test"):
+            (tmp_path / f"{split}.jsonl").write_text("".join(rows))
+        data = ["--dataset_name", str(tmp_path), "--dataset_size", "64"]
+    trained(name, 1, *data)
     (printed,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("  qerl evaluate "))
     cli.app([*shlex.split(printed)[1:], "--max_samples", "24", "--temperature", "1"], standalone_mode=False)
     printed = capfd.readouterr().out
@@ -63,7 +69,8 @@ def test_the_printed_command_plays_held_out_episodes(name, task, trained, capfd,
     starts = [[line["prompt"] for line in lines if line["model"] == model] for model in ("base", "adapter")]
     assert starts[0] == starts[1]
     held_out = tmp_path / "held_out.jsonl"
-    assert held_out.is_file() == (name == "calculator")
+    levels = [json.loads(line)["level"] for line in held_out.read_text().splitlines()] if held_out.is_file() else None
+    assert levels == ([*range(10, 74)] if name == "calculator" else None)
 
 
 @pytest.mark.integration

@@ -123,6 +123,7 @@ def test_equal_seeds_give_equal_episodes(play: Any, run_of: Any) -> None:
     assert first == again
     assert [one.episodes for one in first] != [one.episodes for one in other]
     assert [one.prompt for one in first] == [one.prompt for one in trained], "environments start in another way"
+    assert [one.episodes for one in first] != [one.episodes for one in trained], "the adapter is not served"
     assert [one.seed for one in first] != [one.seed for one in other]
     assert len({one.seed for one in first}) == 3 and {len(one.episodes) for one in first} == {2}
     assert any(one.episodes[0] != one.episodes[1] for one in first), "two samples are one"
@@ -205,11 +206,14 @@ def test_the_limits_of_the_run_are_kept(play: Any, run_of: Any) -> None:
     assert [len(turns) for turns in first.turns] == [4]
     (first, *_) = play(run_of(max_completion_length=5))
     assert first.cut == [True] and first.turns == [[4]]
-    with pytest.warns(UserWarning, match=r"tool guess failed \(ToolTimeout"):
+    with pytest.warns(UserWarning, match=r"tool guess failed \(ToolTimeout: took longer than 0\.1 s"):
         (first, *_) = play(
             run_of(environments="acting.Slow", max_tool_seconds=0.1), "environment:acting.Slow", max_samples=1
         )
     assert first.failures == [1]
+    run = run_of(environments="acting.Talker", max_tool_tokens=2)
+    (first, *_) = play(run, "environment:acting.Talker")
+    assert first.episodes[0][1]["content"] == "12"
 
 
 @pytest.mark.parametrize(
