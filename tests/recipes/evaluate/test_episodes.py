@@ -115,6 +115,16 @@ def test_the_base_alone_acts_in_an_environment(
     assert result["tasks"]["environment:acting.Door"]["base"]["calls"] >= 1
 
 
+def test_an_adapter_in_a_slot_plays_other_episodes(make_bf16: Make, run_of: Any) -> None:
+    run = run_of()
+    options = {"quantization": "bf16", "max_model_length": 64, "max_samples": 4, "quiet": True}
+    evaluate.evaluate(str(make_bf16("qwen2")), run, ["environment:acting.Door"], output_dir=run / "out", **options)
+    lines = [json.loads(line) for line in (run / "out" / "answers.jsonl").read_text().splitlines()]
+    base, adapter = ([line for line in lines if line["model"] == model] for model in ("base", "adapter"))
+    assert [line["prompt"] for line in base] == [line["prompt"] for line in adapter]
+    assert [line["episodes"] for line in base] != [line["episodes"] for line in adapter]
+
+
 def test_equal_seeds_give_equal_episodes(play: Any, run_of: Any) -> None:
     options = {"temperature": 1.0, "generation_kwargs": {}, "num_samples": 2}
     run = run_of(max_tool_calling_iterations=3)
