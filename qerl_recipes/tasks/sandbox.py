@@ -28,6 +28,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -177,9 +178,12 @@ def _folder() -> Iterator[Path]:
     name = tempfile.mkdtemp(prefix="qerl-program-")
     try:
         yield Path(name).resolve()
-    finally:  # a program may leave folders deeper than Python can follow, or closed to its own user
-        subprocess.run(["chmod", "-R", "u+rwx", name], stderr=subprocess.DEVNULL)
-        subprocess.run(["rm", "-rf", name], stderr=subprocess.DEVNULL)
+    finally:
+        try:
+            shutil.rmtree(name)
+        except (OSError, RecursionError):  # folders that are closed to their own user, or too deep for Python to follow
+            subprocess.run(["chmod", "-R", "u+rwx", name], stderr=subprocess.DEVNULL)
+            subprocess.run(["rm", "-rf", name], stderr=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
@@ -244,7 +248,7 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: flo
             end, pause = time.monotonic() + longest, 0.002
             while (in_time := time.monotonic() < end) and has_room and not _has_ended(process.pid):
                 time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(1.25 * pause, LONGEST_PAUSE)  # most programs end after some 40 ms
                 has_room = settings["namespaces"] or _size(settings["folder"]) <= DISK
         finally:
             os.killpg(process.pid, signal.SIGKILL)
