@@ -6,7 +6,6 @@ They must also resume from a checkpoint to the same bits.
 import contextlib
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -131,15 +130,8 @@ def test_two_processes_play_the_episodes_that_one_plays(
     write_recipe, run_process, read_metrics, scripted, make_nvfp4, tmp_path
 ):
     """Check turns: a process whose episodes have ended waits for no other, and seeds follow from the place."""
-    model, data = tmp_path / "model", tmp_path / "prompts.jsonl"
-    shutil.copytree(make_nvfp4("qwen2"), model)
-    calling.tokenizer().save_pretrained(model)
-    data.write_text("".join(json.dumps(row) + "\n" for row in calling.prompts(16)))
     recipe = write_recipe(
-        model_name_or_path=str(model),
-        dataset_name=str(data),
-        dataset_size=None,
-        tools=["calling.double"],
+        **calling.recipe_keys(make_nvfp4("qwen2"), tmp_path),
         reward_funcs=["digit_rewards.digits_of_some"],
         max_steps=3,
         max_completion_length=16,

@@ -102,15 +102,8 @@ def test_processes_with_one_engine_take_different_numbers_of_turns(
     write_recipe, run_process, read_metrics, make_nvfp4, tmp_path
 ):
     """Check that a process without calls computes with the other, whose episodes go on."""
-    model, data = tmp_path / "model", tmp_path / "prompts.jsonl"
-    shutil.copytree(make_nvfp4("qwen2"), model)
-    calling.tokenizer().save_pretrained(model)
-    data.write_text("".join(json.dumps(row) + "\n" for row in calling.prompts(16)))
     recipe = write_recipe(
-        model_name_or_path=str(model),
-        dataset_name=str(data),
-        dataset_size=None,
-        tools=["calling.double"],
+        **calling.recipe_keys(make_nvfp4("qwen2"), tmp_path),
         reward_funcs=["digit_rewards.digits"],
         generation_kwargs={"stop_token_ids": calling.ENDS},
         max_tool_calling_iterations=3,
