@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
 from qerl_vllm_plugin.weights.formats import expand_fp8
-from qerl_vllm_plugin.weights.linear import Arrivals, Loader
+from qerl_vllm_plugin.weights.linear import Loader, loads_dummy_weights, register
 
 
 @register_weight_loader_v2_supported_method
@@ -37,7 +36,7 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
         N, K = sum(output_partition_sizes), input_size_per_partition
         layer.logical_widths = list(output_partition_sizes)
         load: Loader = extra["weight_loader"]
-        self.params_dtype = params_dtype
+        self.params_dtype, self.is_dummy = params_dtype, loads_dummy_weights()
 
         def load_scale(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
             if loaded.numel() > 1:
@@ -45,34 +44,20 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
             else:  # one scale for all rows of this part
                 _rows_of(param.data, layer.logical_widths, *shard).fill_(float(loaded))
 
-        weight = torch.zeros(N, K, dtype=torch.float8_e4m3fn)
-        scale = torch.zeros(N, 1, dtype=torch.float32)
+        weight = {"data": torch.zeros(N, K, dtype=torch.float8_e4m3fn), "input_dim": 1, "output_dim": 0}
+        scale = {"data": torch.zeros(N, 1, dtype=torch.float32), "output_dim": 0}
+        self.arrivals = [
+            register(layer, self.prefix, "weight", ModelWeightParameter, load, **weight),
+            register(layer, self.prefix, "weight_scale", ChannelQuantScaleParameter, load_scale, **scale),
+        ]
         unused = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
-        parts = len(output_partition_sizes)
-        self.arrivals = {name: Arrivals(parts, f"{self.prefix}.{name}") for name in ("weight", "weight_scale")}
-        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
-        for name, parameter in (
-            (
-                "weight",
-                ModelWeightParameter(
-                    data=weight, input_dim=1, output_dim=0, weight_loader=self.arrivals["weight"].counting(load)
-                ),
-            ),
-            (
-                "weight_scale",
-                ChannelQuantScaleParameter(
-                    data=scale, output_dim=0, weight_loader=self.arrivals["weight_scale"].counting(load_scale)
-                ),
-            ),
-            ("input_scale", PerTensorScaleParameter(data=unused, weight_loader=load)),
-        ):
-            layer.register_parameter(name, parameter)
+        layer.register_parameter("input_scale", PerTensorScaleParameter(data=unused, weight_loader=load))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Expand the layer from FP8. Raises CheckpointError if a tensor never arrived or is not finite."""
         if not isinstance(getattr(layer, "weight_scale", None), Parameter):
             return super().process_weights_after_loading(layer)  # it has been expanded already
-        for arrivals in () if self.is_dummy else self.arrivals.values():
+        for arrivals in () if self.is_dummy else self.arrivals:
             arrivals.check()
         weight = expand_fp8(self.prefix, layer.weight.data, layer.weight_scale.data).to(self.params_dtype)
         del layer.weight, layer.weight_scale, layer.input_scale

@@ -60,15 +60,17 @@ class QerlLinearMethod(LinearMethodBase):
     ) -> None:
         N, K = sum(output_partition_sizes), input_size_per_partition
         self._describe(layer, K, output_partition_sizes, params_dtype)
-        load: Loader = extra["weight_loader"]
+        self._register_empty(layer, N, K, extra["weight_loader"])
+
+    def _register_empty(self, layer: torch.nn.Module, N: int, K: int, load: Loader) -> None:
+        """Register the parameters that the checkpoint fills; ``load`` is vLLM's loader of one part."""
         dimensions = {"input_dim": 1, "output_dim": 0}
         self.arrivals: dict[str, Arrivals] = {}
         makers = (ModelWeightParameter, GroupQuantScaleParameter, PerTensorScaleParameter)
-        tensors = _empty(N, K, len(output_partition_sizes))
+        tensors = _empty(N, K, len(layer.logical_widths))
         for name, make, data in zip(self.format.packed_names, makers, tensors, strict=True):
-            arrivals = self.arrivals[name] = Arrivals(len(output_partition_sizes), f"{self.prefix}.{name}")
             kwargs = {} if make is PerTensorScaleParameter else dimensions
-            layer.register_parameter(name, make(data=data, weight_loader=arrivals.counting(load), **kwargs))
+            self.arrivals[name] = register(layer, self.prefix, name, make, load, data=data, **kwargs)
         if self.drops_inputs:
             unused = PerTensorScaleParameter(data=torch.zeros_like(tensors[2]), weight_loader=load)
             layer.register_parameter(self.format.input_scale, unused)
@@ -87,7 +89,7 @@ class QerlLinearMethod(LinearMethodBase):
         self.layout = layouts.choose(params_dtype, self.kernel)
         if self.adapter_rank:
             resident.create(layer, list(widths), K, self.parts, self.adapter_rank, params_dtype)
-        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        self.is_dummy = loads_dummy_weights()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Check that every tensor arrived and holds legal values, then move the layer to its layout.
@@ -140,31 +142,19 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
     tensor-parallel ranks, so the weights equal those that `qerl quantize` writes.
     """
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        N, K = sum(output_partition_sizes), input_size_per_partition
-        self._describe(layer, K, output_partition_sizes, params_dtype)
-        self.device = torch.get_default_device()
-        self.load: Loader = extra["weight_loader"]
-        self.arrived = Arrivals(len(output_partition_sizes), f"{self.prefix}.weight")
+    def _register_empty(self, layer: torch.nn.Module, N: int, K: int, load: Loader) -> None:
+        self.device, self.load = torch.get_default_device(), load
+        self.arrived = Arrivals(len(layer.logical_widths), f"{self.prefix}.weight")
 
         def load_part(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
             self._load_part(layer, loaded, *shard)
 
         if self.is_dummy:
-            self._register(layer, *_empty(N, K, len(output_partition_sizes)))
+            self._register(layer, *_empty(N, K, len(layer.logical_widths)))
             return
         # on the meta device it takes no memory; the real tensor exists only while its parts arrive
         weight = ModelWeightParameter(
-            data=torch.empty(N, K, dtype=params_dtype, device="meta"),
+            data=torch.empty(N, K, dtype=layer.params_dtype, device="meta"),
             input_dim=1,
             output_dim=0,
             weight_loader=load_part,
@@ -280,6 +270,20 @@ class Arrivals:
             self.add(*shard)
 
         return load_and_count
+
+
+def loads_dummy_weights() -> bool:
+    """Return True if the engine that is being built fills its layers with random weights."""
+    return get_current_vllm_config().load_config.load_format == "dummy"
+
+
+def register(
+    layer: torch.nn.Module, prefix: str, name: str, make: Callable[..., Parameter], load: Loader, **arguments: Any
+) -> Arrivals:
+    """Register ``make(**arguments)`` as the parameter ``name`` of a layer -> the record of its parts as they load."""
+    arrivals = Arrivals(len(layer.logical_widths), f"{prefix}.{name}")
+    layer.register_parameter(name, make(weight_loader=arrivals.counting(load), **arguments))
+    return arrivals
 
 
 def _split(layer: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
