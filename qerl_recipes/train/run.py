@@ -5,10 +5,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from psutil import Process
 
 from qerl_recipes.machine.environment import prepare
 
@@ -36,12 +39,13 @@ def main(argv: Sequence[str]) -> None:
     OutOfMemory if the GPU's memory runs out all the same, SystemExit(143) after SIGTERM, SystemExit(130) after SIGINT.
     """
     prepare()
-    training = None
+    training, times = None, StartTimes()
     try:
         from qerl_recipes.recipe.configs import parse
 
+        times.end("imports")
         script, training, model_config = parse(argv)
-        _train(script, training, model_config)
+        _train(script, training, model_config, times)
     except KeyboardInterrupt:
         if training is None or training.process_index == 0:
             print(f"\nstopped by Ctrl-C; {_what_is_kept(training)}", file=sys.stderr)
@@ -57,11 +61,13 @@ def _what_is_kept(training: "GRPOConfig | None") -> str:
     return what_is_kept(training.output_dir)
 
 
-def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig") -> None:
+def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig", times: "StartTimes") -> None:
+    times.end("checks and data")
     from qerl_recipes.machine import gpu
     from qerl_recipes.memory.table import explained
     from qerl_recipes.train import preflight
 
+    times.end("imports")
     is_main = training.process_index == 0
     checked = preflight.check(script, training, model_config, None if training.use_cpu else gpu.this_gpu())
     if is_main:
@@ -73,8 +79,10 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
                 print(f"nothing is left to do: {resume[0]} is of the last step of this run, and its adapter is there")
             return
         run = preflight.settle(checked, resume)
+        times.end("checks and data")
         with explained(run.plan, training.output_dir):
-            trainer = build(run)
+            trainer = build(run, times)
+            times.watch(trainer)
         with _stops_on_sigterm(trainer) as stop:
             with explained(run.plan, training.output_dir, trainer):
                 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -140,8 +148,8 @@ def _locked_output_dir(training: "GRPOConfig") -> Iterator[None]:
         os.close(handle)
 
 
-def build(run: "Preflight") -> "QerlGRPOTrainer":
-    """Build the trainer of a run, with its engine running."""
+def build(run: "Preflight", times: "StartTimes | None" = None) -> "QerlGRPOTrainer":
+    """Build the trainer of a run, with its engine running; ``times`` notes how long the parts take."""
     from qerl_recipes.recipe.configs import DTYPES, tracker_environment
 
     os.environ.update(tracker_environment(run.training))
@@ -158,6 +166,7 @@ def build(run: "Preflight") -> "QerlGRPOTrainer":
         processing_class=run.tokenizer,
         run=run.run,
         recipe=run.recorded,
+        times=times,
         **run.interaction.arguments(),
     )
 
@@ -170,11 +179,13 @@ def assemble(
     start: Path | None = None,
     dtype: "torch.dtype",
     attn_implementation: str | None = None,
+    times: "StartTimes | None" = None,
     **trainer_arguments: Any,
 ) -> "QerlGRPOTrainer":
     """Build engine, model and trainer on the folder ``base``, in this order: the model may share the engine's weights.
 
-    ``adapter`` describes the adapter that is trained, and ``start`` is the folder of one to continue from.
+    ``adapter`` describes the adapter that is trained, and ``start`` is the folder of one to continue from. ``times``
+    notes how long the parts take.
     ``trainer_arguments`` are further arguments of QerlGRPOTrainer. If a later part fails, the engine is shut down.
     """
     from peft import PeftModel
@@ -184,6 +195,8 @@ def assemble(
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
     start_engine: StartEngine = find("qerl_rollout_engines", training.rollout_engine)
+    times = times or StartTimes()
+    times.end("imports")
     built: list[QerlGRPOTrainer] = []
     with contextlib.ExitStack() as on_failure:
         engine = start_engine(
@@ -195,6 +208,7 @@ def assemble(
             accelerator=training.distributed_state,
         )
         on_failure.callback(engine.close)
+        times.end("engine", getattr(engine, "start_seconds", {}))
         weights = shared.borrow(engine, training) if shared.is_wanted(training) else None
         policy: PreTrainedModel | PeftModel = loading.load(
             base,
@@ -209,7 +223,58 @@ def assemble(
         trainer_arguments["peft_config"] = adapter if start is None else None
         built.append(QerlGRPOTrainer(policy, args=training, engine=engine, **trainer_arguments))
         on_failure.pop_all()
+    times.end("trainer's model")
     return built[0]
+
+
+class StartTimes:
+    """Measure the seconds from the command to the end of the first step by phase, and say them in one line."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._parts: dict[str, Mapping[str, float]] = {}
+        self._ended = Process().create_time()  # of the last phase
+
+    def end(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
+        """Count the time since the last phase ended as time of ``phase``, of which ``parts`` names some."""
+        before, self._ended = self._ended, time.time()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + self._ended - before
+        self._parts[phase] = parts or {}
+
+    def line(self) -> str:
+        """Return all phases in the order in which they came first."""
+
+        def listed(seconds: Mapping[str, float]) -> str:
+            return ", ".join(f"{name} {number:.1f}{of(name)}" for name, number in seconds.items())
+
+        def of(phase: str) -> str:
+            return f" ({listed(parts)})" if (parts := self._parts.get(phase)) else ""
+
+        return f"start: {sum(self._seconds.values()):.1f} s to the end of the first step: {listed(self._seconds)}"
+
+    def watch(self, trainer: "QerlGRPOTrainer") -> None:
+        """Print the line after the trainer's first step."""
+        from tqdm import tqdm
+        from transformers import TrainerCallback
+
+        times = self
+
+        class AtFirstStep(TrainerCallback):
+            def on_evaluate(self, *_: Any, **__: Any) -> None:
+                times.end("first evaluation")
+
+            is_over = False
+
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                times.end("trainer's model")
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                times.end("first step", {"rollout": trainer.vllm_generation.seconds})
+                if not self.is_over and trainer.is_world_process_zero():
+                    tqdm.write(times.line(), file=sys.stderr)
+                self.is_over = True
+
+        trainer.add_callback(AtFirstStep())
 
 
 def finish(trainer: "QerlGRPOTrainer") -> None:

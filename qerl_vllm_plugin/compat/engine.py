@@ -1,5 +1,9 @@
-"""Check an engine's version and configuration, and find its model and checkpoint, as read in vLLM 0.26 to 0.32."""
+"""Check an engine's version and configuration, time its start, and find its model, as read in vLLM 0.26 to 0.32."""
 
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +22,11 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.qerl")
 
 OLDEST, FIRST_UNSUPPORTED = Version("0.26"), Version("0.33")
+START_PHASES = {  # methods of a worker that its start calls, in this order -> what they do
+    "load_model": "weights",
+    "determine_available_memory": "memory profile",
+    "compile_or_warm_up_model": "warm-up",
+}
 FIRST_THAT_COUNTS = Version("0.31")  # the first tested release of which counts_released_memory is true
 
 
@@ -120,3 +129,51 @@ def checkpoint_folder(vllm_config: "VllmConfig") -> Path | None:
     except HFValidationError:  # an address of another kind, such as s3://
         return None
     return Path(file).parent if isinstance(file, str) else None
+
+
+@contextmanager
+def timed_start() -> Iterator[dict[str, float]]:
+    """Time the phases of an engine that starts in this process inside the ``with`` block.
+
+    Yields the seconds of each phase, which are there once the block has ended. Of an engine that starts in another
+    process there are none. ``memory profile`` includes the compilation, unless vLLM counts that itself.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    seconds: dict[str, float] = {}
+    workers: list[Any] = []
+    init_worker = WorkerWrapperBase.init_worker
+
+    def timed(owner: Any, method: str, phase: str) -> Callable[..., Any]:
+        call = getattr(owner, method)
+
+        @functools.wraps(call)
+        def run(*args: Any, **keywords: Any) -> Any:
+            if method == "compile_or_warm_up_model" and hasattr(owner.model_runner, "capture_model"):
+                owner.model_runner.capture_model = timed(owner.model_runner, "capture_model", "graphs")
+            began = time.perf_counter()
+            try:
+                return call(*args, **keywords)
+            finally:
+                seconds[phase] = time.perf_counter() - began
+                del owner.__dict__[method]
+
+        return run
+
+    def init_and_time(wrapper: Any, *args: Any, **keywords: Any) -> None:
+        init_worker(wrapper, *args, **keywords)
+        workers.append(wrapper.worker)
+        for method, phase in START_PHASES.items():
+            setattr(wrapper.worker, method, timed(wrapper.worker, method, phase))
+
+    WorkerWrapperBase.init_worker = init_and_time  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        WorkerWrapperBase.init_worker = init_worker  # type: ignore[method-assign]
+    if not workers:
+        return
+    compiling = workers[0].vllm_config.compilation_config.compilation_time
+    seconds["compile"] = min(compiling, seconds["memory profile"])
+    seconds["memory profile"] -= seconds["compile"]
+    seconds["warm-up"] -= seconds.get("graphs", 0.0)

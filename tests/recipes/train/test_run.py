@@ -1,6 +1,7 @@
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -368,6 +369,16 @@ def test_what_a_run_is_built_from_is_read_once(run, write_recipe, make_nvfp4, mo
 def test_an_unknown_key_is_refused_by_name(run, write_recipe):
     with pytest.raises(ValueError, match="learnign_rate"):
         run("--config", write_recipe(learnign_rate=1e-3))
+
+
+def test_the_first_step_says_where_the_start_went(run, write_recipe, capfd):
+    run("--config", write_recipe(), "--max_steps", "2")
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("start: "))
+    names = [name.strip() for name in re.findall(r"[a-z' -]+(?= \d+\.\d)", line.partition("first step: ")[2])]
+    engine = ["engine", "weights", "memory profile", "warm-up", "compile"]
+    assert names == ["imports", "checks and data", *engine, "trainer's model", "first step", "rollout"]
+    total, *seconds = map(float, re.findall(r"\d+\.\d", re.sub(r"\([^)]*\)", "", line)))
+    assert total == pytest.approx(sum(seconds), abs=0.4) and all(number >= 0 for number in seconds)
 
 
 def test_the_signal_handler_is_put_back(run, write_recipe):
