@@ -304,8 +304,8 @@ def check_recipe(state: State, recipe: Mapping[str, Any], folder: str | Path) ->
         raise CheckpointMismatch(f"cannot resume from {folder}: {'; '.join(changed)}. {ANOTHER_RUN}")
 
 
-def check_continues(state: State, expected: Run, recipe: Mapping[str, Any], folder: str | Path) -> None:
-    """Raise CheckpointMismatch if resuming would not continue the run that wrote ``state``."""
+def check_continues(state: State, expected: Run, folder: str | Path) -> None:
+    """Raise CheckpointMismatch if resuming would not continue the run that wrote ``state``, of the same recipe."""
     way_out = {
         "base_hash": f"it was trained on another base ({state.base}); name that one",
         "quantization": f"its run had quantization: {state.quantization}",
@@ -322,7 +322,6 @@ def check_continues(state: State, expected: Run, recipe: Mapping[str, Any], fold
             f"cannot resume from {folder}: its run had {state.processes} trainer processes and this one has "
             f"{expected.processes}; use accelerate launch --num_processes {state.processes}. {ANOTHER_RUN}"
         )
-    check_recipe(state, recipe, folder)
     if None not in (state.reference, expected.reference) and state.reference != expected.reference:
         was, now = (
             f"the adapter of SHA-256 {sha256[:12]}" if sha256 else "the base"

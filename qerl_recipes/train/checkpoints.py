@@ -26,6 +26,7 @@ from qerl_recipes.files.adapter import CONFIG, NORMS, TENSORS
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.model import norms
 from qerl_recipes.model.lora import ADAPTER
+from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 
 
@@ -44,35 +45,46 @@ class Progress(NamedTuple):
     seconds: float
 
 
+class ResumePoint(NamedTuple):
+    """Hold the checkpoint that a run goes on from, and its state.
+
+    ``is_finished`` is True if the checkpoint has reached the run's last step.
+    """
+
+    folder: Path
+    state: run_state.State
+    is_finished: bool
+
+
+def resume_point(args: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint | None:
+    """Return where the run that ``args`` describe goes on; None for a new run. Hold the lock on its output folder.
+
+    ``recipe`` is what ``run_state.recorded`` returned. Raises CheckpointMismatch for a folder that is not whole, is of
+    another recipe, or ended in the middle of a rollout. It is also raised where a new run would mix its files with
+    those of an earlier one.
+    """
+    folder = run_state.starting_point(args.output_dir, args.resume_from_checkpoint)
+    if folder is None:
+        return None
+    state, served = run_state.read_state(folder), steps_per_rollout(args)
+    run_state.check_recipe(state, recipe, folder)
+    point = ResumePoint(folder, state, _has_reached_the_end(folder, args))
+    if state.step % served and not point.is_finished:
+        raise run_state.CheckpointMismatch(
+            f"{folder} is of a run that ended in the middle of a rollout, each of which serves {served} steps, and "
+            f"cannot be made longer from there; resume from an earlier checkpoint. {run_state.ANOTHER_RUN}"
+        )
+    return point
+
+
 class Checkpoints:
-    """Write and find the files of one run, in which ``run`` and ``recipe`` describe it; every process has one."""
+    """Write the files of one run, in which ``run`` and ``recipe`` describe it; every process has one."""
 
     def __init__(self, run: run_state.Run, recipe: Mapping[str, Any], args: GRPOConfig) -> None:
         self._run, self._recipe, self._args = run, dict(recipe), args
         self._is_main = args.process_index == 0
         self._staging: Path | None = None  # the folder in which a checkpoint is being written
         self._destination: Path | None = None  # the final name of the folder that is being written
-
-    def resume(
-        self, resume_from_checkpoint: str | bool | None, steps_per_rollout: int
-    ) -> tuple[Path, run_state.State] | None:
-        """Return the checkpoint to go on from with its state; None for a new run.
-
-        Raises CheckpointMismatch for a folder that is not whole, is of another run, or ended in the middle of a
-        rollout. It is also raised where a new run would mix its checkpoints with those of an earlier one.
-        """
-        folder = run_state.starting_point(self._args.output_dir, resume_from_checkpoint)
-        if folder is None:
-            return None
-        state = run_state.read_state(folder)
-        run_state.check_continues(state, self._run, self._recipe, folder)
-        if state.step % steps_per_rollout and not is_finished(folder, self._args):
-            raise run_state.CheckpointMismatch(
-                f"{folder} is of a run that ended in the middle of a rollout, each of which serves {steps_per_rollout} "
-                f"steps, and cannot be made longer from there; resume from an earlier checkpoint. "
-                f"{run_state.ANOTHER_RUN}"
-            )
-        return folder, state
 
     def leave_later(self, step: int, metrics: Path) -> None:
         """Move aside what was saved after ``step``, with a copy of the file ``metrics``, and say where it lies."""
@@ -167,9 +179,9 @@ class Checkpoints:
             self._destination = None
 
 
-def is_finished(folder: str | Path, args: GRPOConfig) -> bool:
-    """Return True if the checkpoint ``folder`` has reached the last step of the run that ``args`` describe."""
-    state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+def _has_reached_the_end(folder: Path, args: GRPOConfig) -> bool:
+    """Return True if the checkpoint ``folder`` is of the last step of the run that ``args`` describe."""
+    state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
     if args.max_steps > 0:
         return state.global_step >= args.max_steps
     return state.epoch is not None and state.epoch > args.num_train_epochs - 1e-6

@@ -19,7 +19,7 @@ from trl import get_peft_config
 
 from qerl_recipes.files import base_model, run_state
 from qerl_recipes.files.adapter import CONFIG, AdapterFolder, open_adapter
-from qerl_recipes.files.run_state import CheckpointMismatch, Run, State, recorded
+from qerl_recipes.files.run_state import CheckpointMismatch, Run, recorded
 from qerl_recipes.hooks import Reward, collect, unknown_names
 from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.machine.requirements import lacking
@@ -40,7 +40,8 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.tasks import environments, prompts, rewards
 from qerl_recipes.tasks.environments import Interaction
-from qerl_recipes.train.checkpoints import is_finished
+from qerl_recipes.train import checkpoints
+from qerl_recipes.train.checkpoints import ResumePoint
 from qerl_recipes.train.dynamic_sampling import TOTAL
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
@@ -131,33 +132,26 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     return Checked(script, training, model, config, rows, list(functions.values()), interaction, start, plan)
 
 
-def resume_point(checked: Checked) -> tuple[Path, State] | None:
-    """Return the checkpoint to resume from with its state; None for a new run.
+def resume_point(checked: Checked) -> ResumePoint | None:
+    """Return the checkpoint to resume from, None for a new run; raise CheckpointMismatch for one that does not fit.
 
-    Hold the lock on the output folder. Raises CheckpointMismatch for a folder that is not whole or is of another
-    recipe, and where a new run would mix its files with those of an earlier one.
+    Hold the lock on the output folder.
     """
-    training = checked.training
-    folder = run_state.starting_point(training.output_dir, training.resume_from_checkpoint)
-    if folder is None:
-        return None
-    state = run_state.read_state(folder)
-    run_state.check_recipe(state, recorded(checked.script, training, checked.model), folder)
-    return folder, state
+    recipe = recorded(checked.script, checked.training, checked.model)
+    return checkpoints.resume_point(checked.training, recipe)
 
 
-def has_ended(checked: Checked, resume: tuple[Path, State]) -> bool:
+def has_ended(checked: Checked, resume: ResumePoint) -> bool:
     """Return True if the checkpoint is of the run's last step, and the final adapter of that step has been written."""
-    folder, state = resume
-    if not is_finished(folder, checked.training):
+    if not resume.is_finished:
         return False
     try:
-        return run_state.read_state(Path(checked.training.output_dir) / run_state.LAST).step == state.step
+        return run_state.read_state(Path(checked.training.output_dir) / run_state.LAST).step == resume.state.step
     except CheckpointMismatch:
         return False
 
 
-def settle(checked: Checked, resume: tuple[Path, State] | None = None) -> Preflight:
+def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
     """Return the whole description of a run; the model may be downloaded, and nothing has been loaded.
 
     ``resume`` is what ``resume_point`` returned. Raises ConfigError for a model, an adapter or prompts that do not fit
@@ -182,11 +176,10 @@ def settle(checked: Checked, resume: tuple[Path, State] | None = None) -> Prefli
             _check_adapter(start, adapter.to_dict(), config, f"adapter_name_or_path {start.path}")
         adapter = LoraConfig.from_pretrained(str(start.path))
     if resume is not None:
-        folder, state = resume
-        run_state.check_continues(state, run, recipe, folder)
-        saved = open_adapter(folder)
+        run_state.check_continues(resume.state, run, resume.folder)
+        saved = open_adapter(resume.folder)
         saved.check_tensors()
-        _check_adapter(saved, adapter.to_dict(), config, f"cannot resume from {folder}")
+        _check_adapter(saved, adapter.to_dict(), config, f"cannot resume from {resume.folder}")
     if training.eval_strategy == "no":
         held_out = None
     elif held_out is not None and (line := uneven_evaluation(training, len(held_out))) is not None:

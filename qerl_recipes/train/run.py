@@ -76,7 +76,8 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
         resume = preflight.resume_point(checked)
         if resume is not None and preflight.has_ended(checked, resume):
             if is_main:
-                print(f"nothing is left to do: {resume[0]} is of the last step of this run, and its adapter is there")
+                ended = f"{resume.folder} is of the last step of this run, and its adapter is there"
+                print(f"nothing is left to do: {ended}")
             return
         run = preflight.settle(checked, resume)
         times.end("checks and data")
@@ -85,7 +86,7 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
             times.watch(trainer)
         with _stops_on_sigterm(trainer) as stop:
             with explained(run.plan, training.output_dir, trainer):
-                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+                trainer.train(resume)
             if stop.requested:
                 if is_main:
                     print(stop.message(), file=sys.stderr)

@@ -499,27 +499,25 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
 
     # before and after the steps
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, or resume from the checkpoint folder given; True means the last whole checkpoint in output_dir.
+    def train(self, resume: checkpoints.ResumePoint | None = None, **kwargs: Any) -> Any:
+        """Train, or go on from the checkpoint ``resume``, which ``checkpoints.resume_point`` has returned.
 
         What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. A checkpoint of
-        the last step is loaded and nothing is trained; transformers would train one step more. Raises
-        CheckpointMismatch as ``Checkpoints.resume`` does, before anything is changed.
+        the last step is loaded and nothing is trained; transformers would train one step more.
         """
-        resumed, self._began = self.checkpoints.resume(resume_from_checkpoint, self.steps_per_rollout), time.monotonic()
-        folder, step = None, 0
-        if resumed is not None:
-            folder, state = str(resumed[0]), resumed[1]
+        self._began, folder, step = time.monotonic(), None, 0
+        if resume is not None:
+            folder, state = str(resume.folder), resume.state
             step, self.stream.position, self._seconds_before = state.step, state.stream, state.seconds
             self._versions_before = state.adapter_version - self.vllm_generation.version
+            self.args.eval_on_start = False  # the run has started before
         if self.is_world_process_zero():
-            if resumed is not None:
+            if resume is not None:
                 self.checkpoints.leave_later(step, self.metrics_file.path)
             self.metrics_file.restart(step)
-        self.args.eval_on_start = self.args.eval_on_start and folder is None  # a resumed run has started before
-        if folder is not None and checkpoints.is_finished(folder, self.args):
-            self._load_from_checkpoint(folder)
-            self.state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+        if resume is not None and resume.is_finished:
+            self._load_from_checkpoint(str(resume.folder))
+            self.state = TrainerState.load_from_json(str(resume.folder / TRAINER_STATE_NAME))
             return None
         return super().train(resume_from_checkpoint=folder, **kwargs)
 

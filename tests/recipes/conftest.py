@@ -170,6 +170,22 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def resume() -> Callable[..., None]:
+    """Return resume(trainer, checkpoint=True), which trains on from a checkpoint as `qerl train` does.
+
+    True means the last one in the run's folder.
+    """
+    from qerl_recipes.files.run_state import recorded
+    from qerl_recipes.train.checkpoints import resume_point
+
+    def go_on(trainer: Any, checkpoint: Path | bool = True) -> None:
+        trainer.args.resume_from_checkpoint = checkpoint
+        trainer.train(resume_point(trainer.args, recorded(trainer.args)))
+
+    return go_on
+
+
+@pytest.fixture
 def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
     """Return read_metrics(trainer or folder), which returns the lines of metrics.jsonl.
 

@@ -185,6 +185,7 @@ def test_running_out_names_phase_plan_key_and_resumption(
     make_trainer: Any,
     make_nvfp4: Any,
     monkeypatch: pytest.MonkeyPatch,
+    resume,
 ) -> None:
     """Stop the run in its second rollout, after a checkpoint, and resume it to the end."""
     base = make_nvfp4("qwen2")
@@ -195,7 +196,7 @@ def test_running_out_names_phase_plan_key_and_resumption(
     with monkeypatch.context() as broken, pytest.raises(OutOfMemory) as error:
         fail(trainer, broken)
         with explained(plan, output, trainer):
-            trainer.train(resume_from_checkpoint=True)
+            resume(trainer)
     message = str(error.value)
     assert f"out of memory in {phase}, after step 1" in message
     assert f"planned: {plan.total(phase) / GB:.1f} GB of 48.0 GB; " in message
@@ -206,7 +207,7 @@ def test_running_out_names_phase_plan_key_and_resumption(
     assert not {"lora_r", "optim"} & set(re.findall(r"\w+", message))  # the checkpoint would not survive the change
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
     assert str(error.value.__cause__) == ORIGINAL
-    trainer.train(resume_from_checkpoint=True)
+    resume(trainer)
     assert trainer.state.global_step == 2
 
 

@@ -153,7 +153,9 @@ def test_a_run_against_a_server_has_the_bits_of_one_in_process(against, inside, 
     same(trainer.args.output_dir)
 
 
-def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bits(against, running, same, capfd):
+def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bits(
+    against, running, same, capfd, resume
+):
     trainer = against(vllm_server_timeout=5)  # longer than a busy machine stays silent
     stopped = at_first_answer(trainer, 1, lambda: os.killpg(running.process.pid, signal.SIGSTOP))
     try:
@@ -166,7 +168,7 @@ def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bi
     assert f"nothing up to {trainer.args.output_dir}/checkpoint-1 is lost: go on from it with --res" in str(lost.value)
     assert "waiting for it for up to 5 s" in capfd.readouterr().err
     again = against()
-    again.train(resume_from_checkpoint=True)
+    resume(again)
     same(again.args.output_dir)
 
 

@@ -41,15 +41,15 @@ RUN = {"max_completion_length": 24, "vllm_max_model_length": 64, "dtype": torch.
 
 
 @pytest.fixture
-def train(make_trainer, make_nvfp4, monkeypatch):
-    """Return train(folder, resume, environment, **settings), which returns the folder and the seeds of all resets."""
+def train(make_trainer, make_nvfp4, monkeypatch, resume):
+    """Return train(folder, checkpoint, environment, **settings), which returns the folder and seeds of all resets."""
 
-    def run(folder, resume=None, **settings):
+    def run(folder, checkpoint=None, **settings):
         monkeypatch.setattr(Dice, "seeds", [])
         settings = {**RUN, "output_dir": str(folder), **settings}
         trainer = make_trainer(make_nvfp4("qwen2"), digits, turns={"environment_factory": Dice}, **settings)
         trainer.eval_dataset = calling.prompts(2)
-        trainer.train(resume_from_checkpoint=resume)
+        resume(trainer, checkpoint)
         return Path(folder), Dice.seeds
 
     return run

@@ -32,14 +32,12 @@ def test_trainer_and_engine_agree_more_closely_than_in_bfloat16(make_nvfp4, make
     assert moved[torch.float16] == moved[torch.bfloat16] > 0
 
 
-def test_promise_08_a_run_in_float16_resumes_to_the_same_bits(make_nvfp4, make_trainer, tmp_path):
+def test_promise_08_a_run_in_float16_resumes_to_the_same_bits(make_nvfp4, make_trainer, tmp_path, resume):
     """Check that a resume is exact despite the gradient scale and work done only in the first micro-batch."""
     settings = {"dtype": torch.float16, "fp16": True, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     make_trainer(make_nvfp4("qwen2"), output_dir=str(tmp_path / "whole"), **settings).train()
     shutil.copytree(tmp_path / "whole/checkpoint-1", tmp_path / "broken/checkpoint-1")
-    make_trainer(make_nvfp4("qwen2"), output_dir=str(tmp_path / "broken"), **settings).train(
-        resume_from_checkpoint=True
-    )
+    resume(make_trainer(make_nvfp4("qwen2"), output_dir=str(tmp_path / "broken"), **settings))
     file = "checkpoint-3/adapter_model.safetensors"
     whole, broken = (load_file(tmp_path / folder / file) for folder in ("whole", "broken"))
     assert all(torch.equal(whole[name], broken[name]) for name in whole)

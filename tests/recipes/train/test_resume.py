@@ -62,7 +62,7 @@ def finished(unbroken, make_nvfp4, tmp_path):
     ids=lambda stop: stop.name,
 )
 def test_promise_08_a_stopped_run_resumes_to_the_same_bits(
-    stop, finished, make_trainer, read_metrics, start_process, write_recipe, tmp_path
+    stop, finished, make_trainer, read_metrics, start_process, write_recipe, tmp_path, resume
 ):
     base, whole = finished
     broken = tmp_path / "broken"
@@ -96,7 +96,7 @@ def test_promise_08_a_stopped_run_resumes_to_the_same_bits(
         assert checkpoints.whole_checkpoints(broken)[-1].name == "checkpoint-5"
     trainer = make_trainer(base, digits_of_some, rows=6, output_dir=str(broken), **RUN)
     before = [checkpoints.read_state(folder).seconds for folder in checkpoints.whole_checkpoints(broken)]
-    trainer.train(resume_from_checkpoint=True)
+    resume(trainer)
     assert checkpoints.read_state(broken / "checkpoint-6").seconds > before[-1] > before[0] > 0
     assert same_bits(broken / "checkpoint-6", whole / "checkpoint-6")
     assert read_metrics(broken) == read_metrics(whole)
@@ -190,11 +190,11 @@ def test_save_total_limit_keeps_the_newest(make_trainer, make_nvfp4):
     ],
     ids=["by TRL", "by tokens"],
 )
-def test_a_run_goes_on_with_smaller_micro_batches(smaller, finished, make_trainer, read_metrics):
+def test_a_run_goes_on_with_smaller_micro_batches(smaller, finished, make_trainer, read_metrics, resume):
     base, whole = finished
     before = read_metrics(whole)
     trainer = make_trainer(base, digits_of_some, rows=6, output_dir=str(whole), **RUN, **smaller)
-    trainer.train(str(whole / "checkpoint-4"))
+    resume(trainer, whole / "checkpoint-4")
     for one, other in zip(before[4:], read_metrics(whole)[4:], strict=True):
         assert [one[key] for key in ("step", "epoch", "sigma")] == [other[key] for key in ("step", "epoch", "sigma")]
     fifth = read_metrics(whole)[4]
@@ -203,7 +203,7 @@ def test_a_run_goes_on_with_smaller_micro_batches(smaller, finished, make_traine
     }
 
 
-def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_trainer, read_metrics, capfd):
+def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_trainer, read_metrics, capfd, resume):
     """Check a run that is stopped before its first own checkpoint.
 
     The checkpoints that it left behind stay whole, and the run names them.
@@ -218,11 +218,11 @@ def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_tra
 
     before = read_metrics(whole)
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(base, until_the_third, **settings).train(str(whole / "checkpoint-2"))
+        resume(make_trainer(base, until_the_third, **settings), whole / "checkpoint-2")
     assert f"what was saved later, with its metrics, lies in {whole}/_left-1 now" in capfd.readouterr().err
     assert [path.name for path in checkpoints.whole_checkpoints(whole)] == ["checkpoint-2"]
     trainer = make_trainer(base, digits_of_some, **settings, save_total_limit=1)
-    trainer.train(resume_from_checkpoint=True)
+    resume(trainer)
     assert [record["step"] for record in read_metrics(trainer)] == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in checkpoints.whole_checkpoints(whole)] == ["checkpoint-6"]
     assert read_metrics(whole) == before == read_metrics(whole / "_left-1")
@@ -231,7 +231,7 @@ def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_tra
     assert same_bits(left[1], whole / "checkpoint-6")
 
 
-def test_a_resume_has_no_evaluation_at_the_start(make_trainer, make_nvfp4, read_metrics):
+def test_a_resume_has_no_evaluation_at_the_start(make_trainer, make_nvfp4, read_metrics, resume):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=2, eval_on_start=True, **settings)
     trainer.train()
@@ -241,20 +241,20 @@ def test_a_resume_has_no_evaluation_at_the_start(make_trainer, make_nvfp4, read_
     ]  # fmt: skip
     shutil.rmtree(Path(trainer.args.output_dir) / "checkpoint-2")
     again = make_trainer(make_nvfp4("qwen2"), max_steps=2, eval_on_start=True, **settings)
-    again.train(resume_from_checkpoint=True)
+    resume(again)
     assert read_metrics(again) == whole
 
 
-def test_a_run_of_epochs_that_has_ended_trains_no_more(make_trainer, make_nvfp4, read_metrics):
+def test_a_run_of_epochs_that_has_ended_trains_no_more(make_trainer, make_nvfp4, read_metrics, resume):
     settings = {"rows": 5, "max_steps": -1, "num_train_epochs": 0.5, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), **settings)
     trainer.train()
-    trainer.train(resume_from_checkpoint=True)
+    resume(trainer)
     assert [record["step"] for record in read_metrics(trainer)] == [1]
 
 
 @pytest.mark.parametrize("largest_file", [30_000, 60_000], ids=["adapter", "optimizer"])
-def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(largest_file, finished, make_trainer):
+def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(largest_file, finished, make_trainer, resume):
     base, whole = finished
     shutil.rmtree(whole / "checkpoint-6")
     trainer = make_trainer(base, digits_of_some, rows=6, output_dir=str(whole), **{**RUN, "save_steps": 6})
@@ -266,7 +266,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(largest_file, f
         with pytest.raises(
             OSError, match=r"checkpoint-6 could not be saved.*MiB free\). Earlier checkpoints are untouched"
         ):
-            trainer.train(resume_from_checkpoint=True)
+            resume(trainer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name: path.read_bytes() for path in (whole / "checkpoint-4").iterdir()} == before

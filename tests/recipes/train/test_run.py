@@ -74,6 +74,18 @@ def test_nothing_to_resume_from_is_refused(resume, message, write_recipe, no_bui
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_ended_in_mid_rollout_is_not_made_longer(write_recipe, no_build, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 1, "epoch": 0.5}))
+    run_state.write_state(checkpoint, run_state.State("", "", "", False, 0, 0, "", 1, 0, 0, 1))
+    recipe = write_recipe(max_steps=4, resume_from_checkpoint="true", steps_per_generation=2)
+    with pytest.raises(
+        CheckpointMismatch, match=r"checkpoint-1 is of a run that ended .*, each of which serves 2 steps"
+    ):
+        train.main(["--config", recipe])
+
+
 def test_an_adapter_without_checkpoints_is_not_overwritten(run, write_recipe, no_build, tmp_path):
     adapter = tmp_path / "run" / "adapter"
     adapter.mkdir(parents=True)

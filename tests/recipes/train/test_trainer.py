@@ -101,12 +101,12 @@ def test_the_adapter_learns_and_nothing_else_changes(make_trainer, make_nvfp4):
     assert {after[name].dtype for name in adapter} == {torch.float32}
 
 
-def test_a_snapshot_is_pefts_state_dict_without_a_copy(make_trainer, make_nvfp4, tmp_path):
+def test_a_snapshot_is_pefts_state_dict_without_a_copy(make_trainer, make_nvfp4, tmp_path, resume):
     settings = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=1, **settings)
     trainer.train()
     resumed = make_trainer(make_nvfp4("qwen2"), max_steps=2, **settings)
-    resumed.train(resume_from_checkpoint=True)
+    resume(resumed)
     expected = get_peft_model_state_dict(resumed.model, save_embedding_layers=False)
     found = resumed.snapshot().tensors
     assert list(found) == list(expected)

@@ -53,18 +53,18 @@ def in_turn(*lines):
 
 
 @pytest.fixture
-def train(make_trainer, make_nvfp4, read_metrics):
+def train(make_trainer, make_nvfp4, read_metrics, resume):
     """Return train(say, turns, reward, **settings), which trains a step; it returns the trainer and the lines.
 
-    Without ``say`` the engine draws. ``before`` is called with the trainer, and ``resume`` is a checkpoint.
+    Without ``say`` the engine draws. ``before`` is called with the trainer, and ``checkpoint`` is one to resume from.
     """
 
-    def run(say, turns=TOOLS, reward=digits, before=lambda trainer: None, resume=None, **settings):
+    def run(say, turns=TOOLS, reward=digits, before=lambda trainer: None, checkpoint=None, **settings):
         settings = {**SCRIPTED, "max_completion_length": 32, "vllm_max_model_length": 64, **settings}
         trainer = make_trainer(make_nvfp4("qwen2"), reward, turns=turns, **settings)
         trainer.vllm_generation.say = say
         before(trainer)
-        trainer.train(resume_from_checkpoint=resume)
+        resume(trainer, checkpoint)
         return trainer, read_metrics(trainer)
 
     return run
@@ -195,7 +195,7 @@ def test_promise_08_turns_resume_to_the_same_bits(train, read_metrics, tmp_path)
     saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     whole, records = train(None, **saves)
     folder = f"{whole.args.output_dir}/checkpoint-1"
-    resumed, rest = train(None, output_dir=str(tmp_path / "resumed"), resume=folder, **saves)
+    resumed, rest = train(None, output_dir=str(tmp_path / "resumed"), checkpoint=folder, **saves)
     assert rest == records[1:] and rest[0]["turns"] > 1
     ours, theirs = (dict(one.model.named_parameters()) for one in (resumed, whole))
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
