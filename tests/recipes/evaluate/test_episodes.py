@@ -268,7 +268,7 @@ def test_refused_before_the_engine_starts(
 
 
 def test_a_reset_that_fails_is_told(play: Any, run_of: Any) -> None:
-    with pytest.raises(ValueError, match=r"environment:acting\.Jammed: its reset failed \(OSError: the door is stuck"):
+    with pytest.raises(ValueError, match=r"environment Jammed: its reset failed \(OSError: the door is stuck"):
         play(run_of(environments="acting.Jammed"), "environment:acting.Jammed")
 
 
