@@ -213,6 +213,8 @@ def _rows(name: str, evaluation: Evaluation, script: ScriptArguments, saved: Ada
         raise ValueError(f"{file}: its columns have values of several types ({error})") from error
     named = replace(script)
     named.dataset_name = str(file)
+    if "prompt" not in columns:  # held_out.jsonl has it
+        named.dataset_prompt_column = recipe.get("dataset_prompt_column")
     has_environments = script.environments is not None
     rows, _ = prompts.read(named, {str(file): lambda _: (rows, None)}, may_lack_prompts=has_environments)
     return rows if most is None else rows.select(range(min(most, len(rows))))
@@ -384,7 +386,8 @@ def _scores(
             if math.isinf(value):
                 raise ValueError(f"{task.name}: the reward {name} gave {value}; rewards must be finite")
             part.append(weight * float(value))
-    return [sum(part) if part else None for part in parts]
+    # summed exactly: 0.7 + 0.2 + 0.1 is less than 1 otherwise, and no success
+    return [math.fsum(part) if part else None for part in parts]
 
 
 def side_by_side(policies: Mapping[str, Sequence[Played]]) -> dict[str, Any]:
