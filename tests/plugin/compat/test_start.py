@@ -9,12 +9,12 @@ from qerl_vllm_plugin.compat import engine
 
 def test_a_models_class_is_looked_at_in_this_process(monkeypatch):
     monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None)
-    monkeypatch.setattr(registry.subprocess, "run", lambda *_, **__: pytest.fail("another process"))
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: pytest.fail("another process"))
     with engine.start_in_this_process():
         info = registry.ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls()
     assert (info.architecture, info.is_text_generation_model) == ("Qwen2ForCausalLM", True)
     with pytest.raises(pytest.fail.Exception):  # afterwards as before
-        registry.ModelRegistry.models["Qwen3ForCausalLM"].inspect_model_cls()
+        registry.ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls()
 
 
 def test_phases_are_told_apart(monkeypatch):
