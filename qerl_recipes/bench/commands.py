@@ -257,8 +257,9 @@ def bench_train(
     arms: Annotated[
         str,
         typer.Option(
-            help="An arm is one of the training configurations that are compared: bf16, nf4, qerl_nvfp4. Ratios are to "
-            "the first."
+            help="An arm is one of the training configurations that are compared: bf16, nf4, qerl_nvfp4; instead of "
+            "this project: trl_stock (TRL's own trainer, in BF16) and fp8_rollout (an FP8 engine, made anew of the "
+            "merged weights before each rollout, and BF16 training). Ratios are to the first."
         ),
     ] = "bf16,nf4,qerl_nvfp4",
     groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,

@@ -5,18 +5,23 @@ has its full length, so that the work is the same in all arms; rewards are rando
 alone. Every arm runs in a process of its own, one after the other; with several rounds A B A B, so that what slows the
 machine down for a while shows in the spread.
 
+Two arms are what one would run instead. ``trl_stock`` is TRL's own trainer (``trl_arm``). In ``fp8_rollout`` the engine
+is FP8 and made anew of the merged weights before each rollout, and the trainer is that of bf16, with truncated
+importance weights (``train_arm.FP8Rollouts``).
+
 With ``--config`` the recipe is the one that ``qerl train`` takes, with its own batches, noise, memory and optimizer.
 Only checkpoint, data, reward and output are the benchmark's.
 """
 
 import errno
+import importlib.util
 import json
 import shutil
 import statistics
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,11 +37,18 @@ from qerl_recipes.recipe.keys import TOPICS
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 from qerl_vllm_plugin.wire.address import hidden
 
-ARMS = ("bf16", "nf4", "qerl_nvfp4")
+OWN_ARMS = ("bf16", "nf4", "qerl_nvfp4")  # each a ``quantization`` of a recipe
+TRL, FP8 = "trl_stock", "fp8_rollout"
+ARMS = (*OWN_ARMS, TRL, FP8)
 PARTS_TO_RUN = ("all", "step", "training")  # whole steps, forward and backward alone, or both
 ANSWERS = ("steps", "training_part", "profile")
 NAME = "bench"  # of the data set, of the reward and of the engine that tells how long its parts took
+FP8_ENGINE = "bench_fp8"  # the same for arm fp8_rollout
 LEARNING_RATE = 1e-5
+# FlashRL's importance weights of tokens (https://github.com/yaof20/Flash-RL)
+TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+SHOWN_TRL_KEYS = ("vllm_enable_sleep_mode", "gradient_checkpointing", "use_liger_kernel")
+MOST_TRL_TOKENS = 16384  # of a micro-batch of stock TRL, which recomputes all blocks: more are no faster
 SPARE, SPARE_BYTES = 1.03, 2_000_000_000  # of the engine's memory, which is an estimate
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 # what no flag may set, beside a recipe and without one
@@ -144,17 +156,20 @@ class Workload:
         chosen = dict(self.overrides).get("per_device_train_batch_size")
         return None if chosen is None else int(chosen)
 
+    def data(self) -> dict[str, int]:
+        """Return the arguments of ``train_arm.random_prompts``."""
+        return {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
+
     def recipe(self, arm: str, *, cuda: bool, engine_share: float | None = None) -> dict[str, Any]:
         """Return an arm's keys of ``qerl train``, without its paths.
 
         ``engine_share`` is the engine's share of the GPU's memory.
         """
-        data = {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
         own: dict[str, Any] = {
             "dataset_name": NAME,
-            "dataset_kwargs": json.dumps(data),
+            "dataset_kwargs": json.dumps(self.data()),
             "reward_funcs": NAME,
-            "rollout_engine": NAME,
+            "rollout_engine": FP8_ENGINE if arm == FP8 else NAME,
             # min_tokens would do the same, but takes the end out of the engine's probabilities alone
             "generation_kwargs": json.dumps({"ignore_eos": True}),
             "max_steps": self.steps,
@@ -174,7 +189,8 @@ class Workload:
         if self.micro_batch is not None:
             batches = {"gradient_accumulation_steps": self.sequences // self.micro_batch}
         recipe: dict[str, Any] = {
-            "quantization": arm,
+            **(TRUNCATED if arm == FP8 else {}),
+            "quantization": arm if arm in OWN_ARMS else "bf16",
             "learning_rate": LEARNING_RATE,
             "lora_r": self.rank,
             "lora_alpha": 2 * self.rank,
@@ -203,7 +219,7 @@ class Request:
 
     ``flags`` are those of ``qerl train``. The checkpoint ``base`` is written if it is missing, ``packed`` or in BF16.
     ``training_part`` and ``profile`` say how often each is measured. ``memory`` is the number of bytes that may be
-    used, None for all of the GPU.
+    used, None for all of the GPU. ``data`` describes the prompts to stock TRL, whose ``flags`` are TRL's own.
     """
 
     flags: list[str]
@@ -214,6 +230,7 @@ class Request:
     training_part: int
     profile: int
     memory: int | None
+    data: dict[str, int] | None = None
 
 
 def flags(recipe: Mapping[str, Any]) -> list[str]:
@@ -244,7 +261,7 @@ def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) ->
 def run(
     work: Workload,
     *,
-    arms: Sequence[str] = ARMS,
+    arms: Sequence[str] = OWN_ARMS,
     part: str = "all",
     profile: bool = False,
     rounds: int = 1,
@@ -293,7 +310,10 @@ def run(
             base = str(folder / ("nvfp4" if packed else "bf16"))
             paths = {"model_name_or_path": base, "output_dir": str(folder / f"{arm}-{number}")}
             own_flags = flags({**measured[arm]["recipe"], **paths})
-            _measure(measured[arm], Request(own_flags, work.config(), base, packed, work.seed, **pieces), number)
+            request = Request(own_flags, work.config(), base, packed, work.seed, **pieces)
+            if arm == TRL:
+                request = replace(request, data=replace(work, steps=steps).data())
+            _measure(measured[arm], request, number)
             result["summary"] = summarize(result)
             save(result, output)  # loading takes minutes, and a run may be cut short
     if output is not None:
@@ -305,7 +325,8 @@ def run(
 def _measure(measured: Figures, request: Request, number: int) -> None:
     """Run an arm once; put its figures, each with its round, or why it failed, into ``measured``."""
     try:
-        answers = ask_once("qerl_recipes.bench.train_arm", asdict(request))
+        module = "train_arm" if request.data is None else "trl_arm"
+        answers = ask_once(f"qerl_recipes.bench.{module}", asdict(request))
     except ArmFailedError as error:
         answers = {**error.figures, "failed": str(error)}
     for key in ANSWERS:
@@ -330,6 +351,8 @@ def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu:
         )
     if "nf4" in arms and work.shape in MIXTURES:
         raise ValueError("arm nf4 (bitsandbytes) leaves experts in BF16; of a mixture measure bf16 and qerl_nvfp4")
+    if work.shape in MIXTURES and (merged := {TRL, FP8} & set(arms)):
+        raise ValueError(f"arm {min(merged)} merges no adapter of a mixture; measure bf16 and qerl_nvfp4")
     if gpu is None and "nf4" in arms:
         raise ValueError("arm nf4 (bitsandbytes) needs a CUDA GPU; on this machine measure bf16 and qerl_nvfp4")
     if memory is not None and gpu is None:
@@ -354,21 +377,75 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
     Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``recompute_layers: -1`` and
     ``pack_tokens: -1`` mean. A recipe's own share of the engine stays.
     """
+    if arm == TRL:
+        return _trl_recipe(work, gpu, memory)
     if gpu is None:
         return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
     from qerl_recipes.memory.plan import make
 
-    share = None
+    share, saved = None, _saved_by_fp8(work) if arm == FP8 else 0
     for _ in range(1 if work.recipe_file else 2):  # the second time with the share that the first one found
         settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
-        plan = make(*settings, gpu=gpu, config=work.config(), limit=memory)
+        # the plan has a BF16 engine; while that sleeps, a smaller one leaves the trainer no more room
+        room = 0 if settings[1].vllm_enable_sleep_mode else saved
+        plan = make(*settings, gpu=gpu, config=work.config(), limit=(memory or gpu.memory) + room)
         tokens = work.sequences * -(-work.length // BLOCK) * BLOCK
-        share = min(SPARE * plan.engine_share(tokens) + SPARE_BYTES / gpu.memory, 0.95)
-    print(f"{arm}: planned {plan.line()}{', ' if plan.choice() else ''}{plan.choice()}", flush=True)
+        share = min(SPARE * (plan.engine_share(tokens) - saved / gpu.memory) + SPARE_BYTES / gpu.memory, 0.95)
+    smaller = f", {room / GB:.1f} GB of them not taken by an FP8 engine" if room else ""
+    print(f"{arm}: planned {plan.line()}{smaller}{', ' if plan.choice() else ''}{plan.choice()}", flush=True)
     chosen = {"recompute_layers": plan.checkpointed, "pack_tokens": plan.pack_tokens}
     if not settings[1].gradient_checkpointing:
         del chosen["recompute_layers"]
-    return {"recipe": {**work.recipe(arm, cuda=True, engine_share=share), **chosen}, "planned_bytes": plan.peak}
+    recipe = {**work.recipe(arm, cuda=True, engine_share=share), **chosen}
+    return {"recipe": recipe, "planned_bytes": plan.peak - room}
+
+
+def _saved_by_fp8(work: Workload) -> int:
+    """Return the bytes by which an engine in FP8 is smaller than one in BF16: one for each weight of a block."""
+    from qerl_recipes.memory.sizes import measure
+
+    return sum(linear.N * linear.K for linear in measure(work.config()).linears)
+
+
+def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
+    """Return the keys of stock TRL for this work, with remarks on what they are; the rest is TRL's default.
+
+    The engine's share is that of the bf16 arm. Unless flags say otherwise, the engine sleeps if that arm would not fit
+    without, a micro-batch has at most MOST_TRL_TOKENS tokens, and Liger's kernels are on if they are installed.
+    """
+    import trl
+
+    from qerl_recipes.memory.plan import SPARE as SPARE_OF_A_PLAN
+
+    known = {field.name for kind in (trl.GRPOConfig, trl.ModelConfig) for field in fields(kind)}
+    asked, as_bf16, needs_sleep = dict(work.overrides), _recipe(work, "bf16", gpu, memory), False
+    if gpu is not None:
+        needs_sleep = as_bf16["planned_bytes"] > (1 - SPARE_OF_A_PLAN) * (memory or gpu.memory)
+    sizes = (size for size in range(work.sequences, 0, -1) if work.sequences % size == 0)
+    batch = work.micro_batch or next(size for size in sizes if size == 1 or size * work.length <= MOST_TRL_TOKENS)
+    recipe = {
+        "dtype": "bfloat16",
+        "lora_dropout": 0.0,
+        "vllm_enable_sleep_mode": needs_sleep,
+        "use_liger_kernel": importlib.util.find_spec("liger_kernel") is not None,
+        **{key: value for key, value in as_bf16["recipe"].items() if key in known - {"generation_batch_size"}},
+        "use_vllm": True,
+        "use_peft": True,
+        "vllm_max_model_length": work.length,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": work.sequences // batch,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+    }
+    remarks = [
+        f"TRL {trl.__version__} as released, in vLLM without plugins, micro-batches of {batch}; "
+        + ", ".join(f"{key}: {str(recipe[key]).lower()}" for key in SHOWN_TRL_KEYS),
+    ]
+    if gpu is None:
+        remarks.append("on a CPU: vLLM without compilation, and with weights left unpacked, into which TRL loads")
+    if left_out := sorted(asked.keys() - known):
+        remarks.append(f"TRL has no {', '.join(left_out)}: left out")
+    return {"recipe": recipe, "planned_bytes": None, "remarks": remarks}
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:
@@ -419,7 +496,7 @@ def show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    console, summary = Console(width=150), result["summary"]
+    console, summary = Console(width=160), result["summary"]
     if steps := {arm: figures for arm, figures in summary.items() if "seconds" in figures}:
         columns = ["seconds\nof a step", "step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s"]
         columns += ["swap\nms", "log p\ndifference", "peak GB,\ntorch", "peak GB,\nprocess"]

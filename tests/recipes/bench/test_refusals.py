@@ -69,6 +69,7 @@ REFUSALS = (
     ("train --shape 9B", "unknown shape '9B'"),
     ("train --shape tiny-moe --arms nf4", "arm nf4 (bitsandbytes) leaves experts in BF16"),
     ("train --shape tiny --arms bf16,fp8", "unknown arm 'fp8'"),
+    ("train --shape tiny-moe --arms trl_stock,fp8_rollout", "arm fp8_rollout merges no adapter of a mixture"),
     ("train --shape tiny --arms bf16,bf16", "name each of them once"),
     ("train --shape tiny --arms bf16,nf4", "arm nf4 (bitsandbytes) needs a CUDA GPU"),
     (f"{TINY} --gpu_memory_gb 80", "a limit of GPU memory needs a CUDA GPU"),
