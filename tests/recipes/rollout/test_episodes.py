@@ -12,7 +12,7 @@ import pytest
 from waiting import PATIENCE
 
 from qerl_recipes.rollout import episodes
-from qerl_recipes.rollout.episodes import Episode, Player, as_text, in_one_type
+from qerl_recipes.rollout.episodes import Episode, Player, as_text, begun, in_one_type
 
 TOKENIZER = calling.tokenizer()
 MEGABYTES = "7" * 10_000_000
@@ -242,3 +242,16 @@ def test_a_text_has_at_most_its_tokens():
     player = Player(SimpleNamespace(longest=8), TOKENIZER, {}, 48, 9, tool_tokens=3)
     assert [player._fitted(text) for text in ("123", "1234", "", "12ab34")] == ["123", "123", "", "12<unk>"]
     assert as_text([]) == "[]" and as_text({"type": "text"}) == "{'type': 'text'}"
+
+
+def test_a_reset_gets_its_row_and_adds_a_text():
+    walk, row = calling.Walk(), {"prompt": [{"role": "user", "content": "1+"}], "answer": "3", "environment": "walk"}
+    assert begun(row, walk, is_one_of_several=True) == [{"role": "user", "content": "1+7"}]
+    assert walk.row == {"prompt": row["prompt"], "answer": "3"}
+    assert begun(row, walk, is_one_of_several=False)[0]["content"] == "1+7" and walk.row == row
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "1+"}]}]
+    (message,) = begun({"prompt": blocks}, walk, is_one_of_several=False)
+    assert message["content"] == [*blocks[0]["content"], {"type": "text", "text": "7"}]
+    walk.reset = lambda **row: [{"type": "image"}]
+    with pytest.raises(ValueError, match=r"environment Walk: its reset returned .*image.*, and this policy reads text"):
+        begun(row, walk, is_one_of_several=False)
