@@ -1,4 +1,4 @@
-"""Time one arm of ``qerl bench train`` in a process of its own: GRPO steps, then forward and backward alone.
+"""Time one arm of ``qerl bench train`` in a process of its own.
 
 The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps, but for the engine of
 arm ``fp8_rollout``, which takes over merged weights. This module is also the plugin that offers the recipe's data set,
@@ -30,7 +30,7 @@ from qerl_recipes.hooks import DatasetLoader, RewardFactory, StartEngine, get_pl
 from qerl_recipes.machine.gpu import Gpu, this_gpu, used_bytes
 from qerl_recipes.memory import plan as memory_plan
 from qerl_recipes.memory.table import explained
-from qerl_recipes.recipe.configs import PACK_TOKENS, parse
+from qerl_recipes.recipe.configs import parse
 from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftModel
 
-MOST_KERNELS = 20
 FROM_METRICS = ("logp_diff_mean", "logp_diff_max", "loss", "grad_norm", "reward", "packed_share")
 
 
@@ -211,63 +210,6 @@ class TimedSteps(TrainerCallback):
         self.answers.append({"seconds": seconds, "memory": engine.memory.report(), "metrics": metrics})
 
 
-class TrainingPart:
-    """Let the trainer compute forward and backward of one packed row of random sequences, all of different prompts."""
-
-    def __init__(self, trainer: Any) -> None:
-        args, model = trainer.args, trainer.model
-        completion, length = args.max_completion_length, args.vllm_max_model_length
-        # no more than a step computes at a time: the memory plan has kept as many activations as those leave room for
-        rows = (getattr(args, "pack_tokens", 0) or PACK_TOKENS) // length  # stock TRL packs none
-        rows = max(1, min(rows, args.per_device_train_batch_size))
-        prompt = length - completion
-        generator = torch.Generator().manual_seed(args.seed)
-        vocabulary = model.config.vocab_size
-        ids = torch.randint(2, vocabulary, (rows, prompt + completion), generator=generator).to(model.device)
-        everything = torch.ones_like(ids)
-        self.trainer, self.tokens = trainer, ids.numel()
-        self.inputs = {
-            "prompt_ids": ids[:, :prompt],
-            "prompt_mask": everything[:, :prompt],
-            "completion_ids": ids[:, prompt:],
-            "completion_mask": everything[:, prompt:],
-            "advantages": torch.randn(rows, generator=generator).to(model.device),
-            "importance_sampling_ratio": torch.ones(rows, completion, device=model.device),
-            "sampling_per_token_logps": torch.zeros(rows, completion, device=model.device),
-            "num_items_in_batch": everything[:, prompt:].sum(),
-        }
-
-    def measure(self) -> dict[str, Any]:
-        """Compute the row once; return seconds, tokens and torch's peak of memory."""
-        trainer, memory = self.trainer, Memory()
-        trainer.model.train()
-        began = now()
-        loss = trainer.compute_loss(trainer.model_wrapped, self.inputs)
-        trainer.accelerator.backward(loss)
-        seconds = now() - began
-        report = memory.report()
-        trainer.model.zero_grad(set_to_none=True)
-        return {"seconds": seconds, "tokens": self.tokens, "memory": report}
-
-    def profile(self) -> dict[str, Any]:
-        """Compute the row once under the profiler, which slows it down.
-
-        Return the kernels that took longest (on a CPU: operators), and the milliseconds of all kernels.
-        """
-        on_gpu = torch.cuda.is_available()
-        activity = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profiler:
-            measured = self.measure()
-        kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        kernels = [
-            {"name": event.key, "ms": getattr(event, kind) / 1e3, "calls": event.count}
-            for event in profiler.key_averages()
-        ]
-        kernels.sort(key=lambda kernel: -kernel["ms"])
-        total = sum(kernel["ms"] for kernel in kernels)
-        return {"kernels": kernels[:MOST_KERNELS], "kernels_ms": total, "memory": measured["memory"]}
-
-
 # builds the trainer of a request, and returns it with its timer and the context in which it trains
 Begin = Callable[[Request], tuple[Any, type[TimedSteps], AbstractContextManager[None]]]
 
@@ -290,7 +232,7 @@ def begin(request: Request) -> tuple[Any, type[TimedSteps], AbstractContextManag
 
 
 def measure(fields: Mapping[str, Any], figures: dict[str, Any], begin: Begin = begin) -> None:
-    """Load, make the steps, then measure forward and backward alone; fill ``figures`` as they come."""
+    """Load and make the steps; fill ``figures`` as they come."""
     request = Request(**fields)
     if torch.cuda.is_available():
         Memory.others = used_bytes()
@@ -302,7 +244,7 @@ def measure(fields: Mapping[str, Any], figures: dict[str, Any], begin: Begin = b
             torch.cuda.empty_cache()
     written = time.perf_counter()
     trainer, timer, context = begin(request)
-    figures |= {"steps": [], "training_part": [], "profile": []}
+    figures["steps"] = []
     args = trainer.args
     trainer.add_callback(timer(trainer, args.generation_batch_size * args.max_completion_length, figures["steps"]))
     cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
@@ -310,11 +252,6 @@ def measure(fields: Mapping[str, Any], figures: dict[str, Any], begin: Begin = b
     figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     with context:
         trainer.train()
-        part = TrainingPart(trainer)
-        for _ in range(request.training_part):
-            figures["training_part"].append(part.measure())
-        for _ in range(request.profile):
-            figures["profile"].append(part.profile())
 
 
 def random_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

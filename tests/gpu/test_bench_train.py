@@ -30,7 +30,6 @@ def test_a_step_is_measured_within_a_limit_of_memory(tmp_path: Path, record: Cal
     figures = f"{peak['allocated']:.2f} / {peak['process']:.2f}"
     record("bench train of a tiny model: peak of torch / of the process, GB", figures)
     assert 0 < peak["allocated"] <= peak["reserved"] < peak["process"] < LIMIT_GB
-    assert summary["training_part"]["tokens"] == 256
 
 
 def test_other_stacks_make_steps(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
@@ -39,7 +38,7 @@ def test_other_stacks_make_steps(tmp_path: Path, record: Callable[[str, Any], No
     options = (
         "--shape tiny --arms trl_stock,fp8_rollout --groups 2 --generations 4 --prompt 32 --completion 32 --rank 8"
     )
-    options += f" --steps 4 --part step --learning_rate 0.01 --gpu_memory_gb {LIMIT_GB}"
+    options += f" --steps 4 --learning_rate 0.01 --gpu_memory_gb {LIMIT_GB}"
     line = [sys.executable, "-m", "qerl_recipes.cli", "bench", "train", *options.split(), "--output", str(file)]
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
