@@ -55,6 +55,9 @@ KEYS = {
     "temperature": "sampling temperature in training",
     "dynamic_sampling": "dynamic sampling",
     "system_prompt": "system prompt",
+    "tools": "tools",
+    "environments": "environments",
+    "max_tool_calling_iterations": "turns with calls, at most",
 }
 CLIPPED = "completion_clipped"
 # rows of the training table: key of metrics.jsonl, name on the page, number format
@@ -64,6 +67,11 @@ SHOWN = (
     ("sigma", "noise sigma", "{:.2e}"),
     ("logp_diff_mean", "mean |log p trainer - log p engine|", "{:.5f}"),
     (CLIPPED, "completions cut at the limit of length", "{:.1%}"),
+    ("turns", "turns an episode", "{:.2f}"),
+    ("tool_calls", "calls of tools an episode", "{:.2f}"),
+    ("tool_failures", "calls that failed", "{:.1%}"),
+    ("episodes_cut", "episodes whose tokens ran out with a call open", "{:.1%}"),
+    ("tool_seconds", "tools, seconds a rollout", "{:.2f}"),
     ("rollout_tokens_per_s", "rollout, tokens/s", "{:,.0f}"),
     ("train_tokens_per_s", "training, tokens/s", "{:,.0f}"),
 )
@@ -297,6 +305,7 @@ def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> 
         ("Trainer and engine: mean |log p difference|", metrics, {"training": "logp_diff_mean"}, {}),
         ("Tokens per second", metrics, {"rollout": "rollout_tokens_per_s", "training": "train_tokens_per_s"}, {}),
         ("Completion length (tokens)", metrics, {"training": "completion_length"}, {"smooth": True}),
+        ("Turns and calls an episode", metrics, {"turns": "turns", "calls": "tool_calls"}, {"smooth": True}),
     ]
     drawn = []
     for title, lines, keys, options in panels:

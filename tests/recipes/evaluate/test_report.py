@@ -145,6 +145,28 @@ def test_first_and_last_steps_are_steps_not_values(tmp_path: Path) -> None:
     assert "reward 0.300 1.700" in text_of(tmp_path, steps=steps)
 
 
+def test_a_run_with_tools_shows_what_its_episodes_did(tmp_path: Path) -> None:
+    """Check two steps on a rollout, of which the first has the figures of its episodes."""
+    episodes = {"turns": 2.5, "tool_calls": 1.25, "tool_failures": 0.125, "episodes_cut": 0.05, "tool_seconds": 0.4}
+    steps = [{**step, **(episodes if step["step"] % 2 else {})} for step in STEPS]
+    recipe = {"tools": ["calculator"], "environments": {"a": "my.Game"}, "max_tool_calling_iterations": 6}
+    (tmp_path / "qerl_state.json").write_text(json.dumps({**STATE, "recipe": recipe}))
+    page = page_of(tmp_path, steps=steps)
+    for text in (
+        "turns an episode 2.50 2.50",
+        "calls of tools an episode 1.25 1.25",
+        "calls that failed 12.5% 12.5%",
+        "episodes whose tokens ran out with a call open 5.0% 5.0%",
+        "tools, seconds a rollout 0.40 0.40",
+        "tools calculator environments a my.Game turns with calls, at most 6",
+    ):
+        assert text in words(page), text
+    (picture,) = (picture for picture in page.split("<svg")[1:] if "Turns and calls an episode" in picture)
+    assert places(picture) == [7, 7], "the running means of both"
+    (tmp_path / "qerl_state.json").unlink()
+    assert not re.search("episode|tools", text_of(tmp_path, steps=STEPS)[100:])
+
+
 def test_a_step_without_a_finite_number_is_counted(tmp_path: Path) -> None:
     steps = [{"step": i, "reward": None if i > 6 else 0.5, "entropy": 1.0} for i in range(1, 10)]
     assert "reward 0.500 0.500 (3 not finite) entropy" in text_of(tmp_path, steps=steps)
