@@ -14,33 +14,24 @@ long tools take.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import inspect
 import json
-import signal
-import threading
 import time
 import warnings
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
-from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from qerl_recipes.rollout.interface import RolloutEngine, TakesTurns, Turn
-from qerl_recipes.tasks.environments import COLUMN
-from qerl_recipes.tasks.interface import Environment, Tool
+from qerl_recipes.tasks.time_limit import ToolTimeout, time_limit, wait_for
 
 Message = dict[str, Any]
+Tool = Callable[..., Any]
 GRACE = 5.0  # seconds that an async tool has to end after its time is up
 SHOWN = 80  # characters of a tool's answer in the log of completions
-
-
-class ToolTimeout(BaseException):
-    """Report that a tool was stopped; no Exception, so that a tool that catches those is stopped as well."""
 
 
 @dataclass
@@ -144,54 +135,19 @@ def check_turns(engine: RolloutEngine, rows: Any) -> None:
         )
 
 
-def begun(row: Mapping[str, Any], environment: Environment | None, *, is_one_of_several: bool) -> list[Message]:
-    """Reset a row's ``environment``, and return the row's prompt with the text that it adds, as TRL does.
-
-    Where a run has several environments, the row's column ``environment`` is not for them. Raises ValueError for a
-    reset that fails, and for one that returns anything but a text or None.
-    """
-    prompt: list[Message] = list(row["prompt"])
-    if environment is None:
-        return prompt
-    name = f"environment {type(environment).__qualname__}"
-    try:
-        text = environment.reset(**{key: value for key, value in row.items() if key != COLUMN or not is_one_of_several})
-    except Exception as error:  # whatever it raises
-        raise ValueError(f"{name}: its reset failed ({type(error).__name__}: {error})") from error
-    if text is None:
-        return prompt
-    if not isinstance(text, str):
-        raise ValueError(f"{name}: its reset returned {text!r}, and this policy reads text")
-    content = prompt[-1]["content"]
-    added = [{"type": "text", "text": text}] if isinstance(content, list) else text
-    return [*prompt[:-1], {**prompt[-1], "content": content + added}]
-
-
-def between_turns(answers: list[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that the chat template puts between two turns: ``answers`` of tools, and what opens the next.
-
-    ``options`` are those with which prompts are rendered (``tasks.environments.rendering``).
-    """
-    # TRL has this as a method of its trainer, which reads nothing but these values of it
-    kwargs = {name: value for name, value in options.items() if name != "chat_template"}
-    values: Any = SimpleNamespace(processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False)
-    values.chat_template, values.chat_template_kwargs = options.get("chat_template"), kwargs
-    return GRPOTrainer._get_tool_suffix_ids(values, answers)  # type: ignore[no-any-return]
-
-
 @dataclass
 class Player:
     """Play the episodes of one run.
 
-    ``options`` are those with which prompts are rendered (``tasks.environments.rendering``). ``most_tokens`` limits all
-    tokens of an episode after its prompt, and ``most_turns`` the turns after the first. A tool's text has at most
-    ``tool_tokens``, and the tool takes at most ``tool_seconds``; None is no limit. ``loop`` runs async tools in another
-    thread.
+    ``suffix_ids`` returns the tokens that the chat template puts between two turns: the tools' messages and what opens
+    the next turn. ``most_tokens`` limits all tokens of an episode after its prompt, and ``most_turns`` the turns after
+    the first. A tool's text has at most ``tool_tokens``, and the tool takes at most ``tool_seconds``; None is no limit.
+    ``loop`` runs async tools in another thread.
     """
 
     engine: TakesTurns
     tokenizer: PreTrainedTokenizerBase
-    options: Mapping[str, Any]
+    suffix_ids: Callable[[list[Message]], list[int]]
     most_tokens: int | None
     most_turns: int
     tool_tokens: int | None = None
@@ -230,8 +186,7 @@ class Player:
 
     def _continue(self, episode: Episode, answers: list[Answer]) -> int:
         """Add the tools' ``answers`` to an episode, if they fit; return how many tokens its next turn may have."""
-        read = [{**answer.message, "content": answer.text} for answer in answers]
-        ids = between_turns(read, self.tokenizer, self.options)
+        ids = self.suffix_ids([{**answer.message, "content": answer.text} for answer in answers])
         used = len(episode.ids) + len(ids)
         room = self.engine.longest - len(episode.prompt) - used
         left = room if self.most_tokens is None else self.most_tokens - used
@@ -266,7 +221,7 @@ class Player:
                 raise ValueError(f"Unsupported tool call type: {call.get('type')}")
             if name not in tools:
                 raise ValueError(f"Tool {name} not found.")
-            with _time_limit(self.tool_seconds):
+            with time_limit(self.tool_seconds):
                 return name, tools[name](**arguments)
         except (Exception, SystemExit, ToolTimeout) as error:
             return name, error
@@ -284,23 +239,15 @@ class Player:
             except (Exception, SystemExit) as error:  # the latter would end the loop
                 return error
 
-        async def limited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            task = asyncio.ensure_future(caught(coroutine))
-            done, _ = await asyncio.wait([task], timeout=limit)
-            if done:
-                return task.result()
-            task.cancel()
-            return _timeout(limit)
-
         async def all_of_them() -> list[Any]:
-            return await asyncio.gather(*map(limited, coroutines), return_exceptions=True)
+            return await asyncio.gather(*(wait_for(caught(one), limit) for one in coroutines), return_exceptions=True)
 
         future = asyncio.run_coroutine_threadsafe(all_of_them(), self.loop)
         try:
             return future.result(None if limit is None else limit + GRACE)
         except concurrent.futures.TimeoutError:  # one of them blocks the loop, where none can be stopped
             future.cancel()
-            return [_timeout(limit)] * len(coroutines)
+            return [ToolTimeout(limit)] * len(coroutines)
 
     def _answer(self, name: str, result: Any, episode: Episode) -> Answer:
         """Return what a tool answers; an error is counted, and a tool's first one is told."""
@@ -360,28 +307,6 @@ def as_text(result: Any) -> str:
     if others := sorted({str(part["type"]) for part in result} - {"text"}):
         raise ValueError(f"a block of type {others[0]}, and this policy reads text only")
     return "".join(str(part["text"]) for part in result)
-
-
-def _timeout(seconds: float | None) -> ToolTimeout:
-    return ToolTimeout(f"took longer than {seconds:g} s (max_tool_seconds) and was stopped")
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise ToolTimeout in the block after ``seconds``; only the main thread can be stopped so."""
-    if seconds is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: Any) -> NoReturn:
-        raise _timeout(seconds)
-
-    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def _named(call: Mapping[str, Any]) -> tuple[str, Any]:

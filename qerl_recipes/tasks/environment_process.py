@@ -1,10 +1,12 @@
 """Use an environment that runs in an interpreter of its own, with other versions of packages than the trainer's.
 
-Each instance has a process. If it dies or hangs, one episode is lost and not those that run beside it. Instances are
-made once and reset for each episode, so that a class is imported only as often as a batch has episodes.
+Each instance has a process. If it dies or hangs, one episode is lost and not those that run beside it: its reward is
+None. Instances are made once and reset for each episode, so that a class is imported only as often as a batch has
+episodes.
 """
 
 import contextlib
+import functools
 import inspect
 import json
 import logging
@@ -26,7 +28,7 @@ from qerl_recipes.tasks.interface import Environment
 logger = logging.getLogger(__name__)
 
 SERVER = Path(__file__).with_name("environment_server.py")
-PATIENCE = 300.0  # seconds for import, constructor, reset and reward
+PATIENCE = 300.0  # seconds for import and constructor
 
 
 class EnvironmentLost(RuntimeError):
@@ -36,10 +38,11 @@ class EnvironmentLost(RuntimeError):
 def in_its_own_interpreter(
     python: str, path: str, arguments: Mapping[str, Any], seconds: float | None
 ) -> Callable[[], Environment]:
-    """Return a function that makes the environment at ``path`` in processes of the interpreter ``python``.
+    """Start the environment at ``path`` in the interpreter ``python``; return a function that makes its instances.
 
-    What it makes has the class's methods, with the same names, types and docstrings. A tool has ``seconds``, or
-    PATIENCE if that is None. Raises ConfigError if the environment cannot be made in the first process.
+    These have the class's methods, with the same names, types and docstrings. A method has ``seconds``; None is no
+    limit. Raises ConfigError for what is no interpreter or no path. The returned function raises it if the environment
+    cannot be made in the first process, for which it waits.
     """
     executable = shutil.which(Path(python).expanduser())
     if executable is None:
@@ -51,65 +54,83 @@ def in_its_own_interpreter(
         )
     line = [executable, str(SERVER), path, json.dumps(arguments)]
     first = Process(line)
-    try:
-        description = first.description()
-    except EnvironmentLost as error:
-        raise ConfigError(f"environments: {path} in {python}: {error}") from error
     ready = [first]
-    methods = {
-        name: _method(name, method, PATIENCE if seconds is None or name in ("reset", "get_reward") else seconds)
-        for name, method in description["methods"].items()
-    }
-    own = {**methods, "_process": None, "_start": lambda self: ready.pop() if ready else Process(line)}
-    return type(description["name"], (_Remote,), own)  # one class: TRL tells environments by it
+
+    def make() -> Environment:
+        try:
+            kind = _remote_class(path, json.dumps(first.description()), seconds)
+        except EnvironmentLost as error:
+            raise ConfigError(f"environments: {path} in {python}: {error}") from error
+        return kind(lambda: ready.pop() if ready else Process(line))
+
+    return make
+
+
+@functools.cache
+def _remote_class(path: str, description: str, seconds: float | None) -> "type[_Remote]":
+    """Return the class that stands here for the one at ``path``; TRL tells environments apart by their class."""
+    described = json.loads(description)
+    methods = {name: _method(name, method, seconds) for name, method in described["methods"].items()}
+    return type(described["name"], (_Remote,), methods)
 
 
 class _Remote:
     """Hold one environment's process, and ask it; the names of its methods are those of the class there."""
 
-    _process: "Process | None"
-    _start: Callable[[], "Process"]
-
-    def __init__(self) -> None:
-        self._process = self._start()
-        self._lost = ""
+    def __init__(self, start: Callable[[], "Process"]) -> None:
+        self._start, self._process = start, start()
+        self._lost, self._losses = "", 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return self._ask({"name": name}, PATIENCE)
 
-    def _called(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+    def _called(self, name: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
         request = {"name": name, "arguments": arguments}
         if name == "reset":
-            if self._process is not None:
-                with contextlib.suppress(EnvironmentLost):
-                    return self._ask(request, seconds)
-            self._process = self._start()  # the episode has not begun: another process can begin it
-            return self._ask(request, seconds)
-        if self._process is None and name == "get_reward":
+            self._lost = ""
+            with contextlib.suppress(EnvironmentLost):
+                return self._ask(request, seconds)
+            self._lost = ""  # the episode has not begun: the next process can begin it
+        elif name == "get_reward":
+            with contextlib.suppress(EnvironmentLost):
+                return self._ask(request, seconds)
             return None
         return self._ask(request, seconds)
 
-    def _ask(self, request: Mapping[str, Any], seconds: float) -> Any:
-        if self._process is None:
+    def _ask(self, request: Mapping[str, Any], seconds: float | None) -> Any:
+        if self._lost:
             raise EnvironmentLost(self._lost)
         try:
             answer = self._process.ask(request, seconds)
         except BaseException as error:  # a time limit is one
             self._process.end()
-            self._process = None
-            self._lost = f"environment {type(self).__name__}: {error} in {request['name']}; the episode has ended"
-            logger.warning("%s. The run goes on", self._lost)
+            self._process = self._start()  # at once, so that those of several lost episodes start together
+            self._losses += 1
+            ending = "" if request["name"] == "reset" else "; the episode has ended"
+            self._lost = f"environment {type(self).__name__}: {error} in {request['name']}{ending}"
+            logger.warning("%s. environments_lost counts such losses", self._lost)
             if isinstance(error, EnvironmentLost):
                 raise EnvironmentLost(self._lost) from error
             raise
         if "error" in answer:
+            name = request["name"]
+            if name in ("reset", "get_reward"):  # it ends the run, as ``time_limit.watched`` says
+                raise ValueError(f"environment {type(self).__name__}: {name} failed ({answer['error']})")
             raise RuntimeError(answer["error"])
         return answer["value"]
 
 
-def _method(name: str, method: Mapping[str, Any], seconds: float) -> Callable[..., Any]:
+def take_losses(environment: Any) -> int | None:
+    """Return how many processes an environment has lost since the last call; None if it runs in this process."""
+    if not isinstance(environment, _Remote):
+        return None
+    losses, environment._losses = environment._losses, 0
+    return losses
+
+
+def _method(name: str, method: Mapping[str, Any], seconds: float | None) -> Callable[..., Any]:
     """Return a method with the signature and the docstring of one in another interpreter."""
 
     def call(self: _Remote, *args: Any, **arguments: Any) -> Any:
@@ -159,8 +180,8 @@ class Process:
                 raise EnvironmentLost(self._description["error"])
         return self._description
 
-    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the server's answer; raise EnvironmentLost if there is none within ``seconds``."""
+    def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+        """Return the server's answer; raise EnvironmentLost if there is none within ``seconds`` (None: no limit)."""
         self.description()
         self._socket.settimeout(seconds)
         try:
@@ -169,7 +190,7 @@ class Process:
             raise self._died() from error
         return self._read(seconds)
 
-    def _read(self, seconds: float) -> dict[str, Any]:
+    def _read(self, seconds: float | None) -> dict[str, Any]:
         self._socket.settimeout(seconds)
         try:
             line = self._answers.readline()

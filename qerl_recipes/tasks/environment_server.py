@@ -66,6 +66,7 @@ def answered(environment, request):
     except Exception as error:
         if request["name"] in ("reset", "get_reward"):
             traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
         return {"error": str(error) or type(error).__name__}
     if "arguments" in request and request["name"] not in ("reset", "get_reward"):
         value = value if isinstance(value, list) else str(value)  # as TRL makes it a message

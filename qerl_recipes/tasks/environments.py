@@ -5,12 +5,12 @@ Its other public methods are tools. Tools have types and a docstring that descri
 template tells the policy of them. ``get_reward() -> float | None`` scores an episode, and is optional.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
@@ -20,6 +20,7 @@ from qerl_recipes.recipe.generation import PROBE
 from qerl_recipes.tasks.environment_process import in_its_own_interpreter
 from qerl_recipes.tasks.imported import imported
 from qerl_recipes.tasks.interface import Environment, EnvironmentFactory, Tool, ToolFactory
+from qerl_recipes.tasks.time_limit import watched
 from qerl_vllm_plugin.noise import seed_of
 
 COLUMN = "environment"  # the column that names a row's environment where there are several
@@ -64,6 +65,16 @@ class Interaction:
         """Return True if TRL will render and parse calls of tools."""
         return bool(self.tools or self.environments)
 
+    def resets(self) -> dict[str | None, Callable[..., Any]]:
+        """Return the ``reset`` of each environment, by name."""
+        return {name: instances.reset for name, instances in self.environments.items()}
+
+    def names(self, rows: Dataset) -> list[str | None]:
+        """Return the name of each row's environment, as TRL reads it: one alone has none."""
+        if None in self.environments or COLUMN not in rows.column_names:
+            return [None] * len(rows)
+        return rows[COLUMN][:]  # type: ignore[no-any-return]
+
     def schemas(self, environment: str | None) -> list[Schema] | None:
         """Return the schemas that TRL gives to the chat template in rows of this environment."""
         instances = self.environments.get(environment)
@@ -107,18 +118,18 @@ def resolve(
     """Return what the recipe's keys name; add to ``problems`` what is wrong with them.
 
     A tool or environment is one that a plugin offers by name, or a dotted path. Environments are made once each.
-    ``tool_seconds`` limits a tool that runs in another interpreter.
+    ``tool_seconds`` limits their ``reset`` and ``get_reward``, and each call of one in another interpreter.
     """
     functions = [function for name in script.tools for function in _tools(name, script, tools, problems)]
-    named = script.environments if isinstance(script.environments, dict) else {None: script.environments}
+    named: Mapping[str | None, Any] = {} if script.environments is None else {None: script.environments}
+    if isinstance(script.environments, dict):
+        named = script.environments
+    makers = {name: _maker(name, path, script, tool_seconds, environments, problems) for name, path in named.items()}
     found = {}
-    for name, path in named.items():
-        if (
-            path is not None
-            and (made := _instances(name, path, script, tool_seconds, environments, problems)) is not None
-        ):
+    for name, make in makers.items():  # they have started together
+        if make is not None and (made := _instances(named[name], make, problems)) is not None:
             found[name] = made
-    lacks_some = script.environments is not None and len(found) < len(named)
+    lacks_some = len(found) < len(named)
     interaction = Interaction(functions, found, _rollout_func(script, problems), lacks_some)
     problems += _schema_problems(interaction)
     return interaction
@@ -139,15 +150,15 @@ def _tools(
             problems.append(f"tools: {name} is not a function but {tool!r}")
 
 
-def _instances(
+def _maker(
     name: str | None,
     path: Any,
     script: ScriptArguments,
     tool_seconds: float | None,
     offered: Mapping[str, EnvironmentFactory],
     problems: list[str],
-) -> Instances | None:
-    """Return the instances of one environment; None if they cannot be had, which ``problems`` then says."""
+) -> Callable[[], Environment] | None:
+    """Return what makes one environment, in an interpreter that has been started; None with a line in ``problems``."""
     options: Any = script.environment_kwargs or {}
     arguments: Any = options if name is None else options.get(name, {})
     if not isinstance(path, str) or not isinstance(arguments, dict):
@@ -156,24 +167,30 @@ def _instances(
         return None
     try:
         if script.environment_python is not None:
-            make = in_its_own_interpreter(script.environment_python, path, arguments, tool_seconds)
-        else:
-            kind = offered[path](script) if path in offered else imported("environments", path, "environments", offered)
-            if not callable(kind):
-                raise ConfigError(f"environments: {path} is not a class but {kind!r}")
-            make = functools.partial(kind, **arguments)
+            return in_its_own_interpreter(script.environment_python, path, arguments, tool_seconds)
+        kind = offered[path](script) if path in offered else imported("environments", path, "environments", offered)
     except ValueError as error:
         problems.append(str(error))
         return None
+    if callable(kind):
+        return lambda: watched(kind(**arguments), path, tool_seconds)
+    problems.append(f"environments: {path} is not a class but {kind!r}")
+    return None
+
+
+def _instances(path: str, make: Callable[[], Environment], problems: list[str]) -> Instances | None:
+    """Return the instances of one environment; None if they cannot be had, which ``problems`` then says."""
     try:
         instances = Instances(make)
+    except ConfigError as error:
+        problems.append(str(error))
     except Exception as error:  # whatever its constructor raises, or that it has no reset
         problems.append(f"environments: {path} cannot be made ({type(error).__name__}: {error})")
-        return None
-    if not inspect.isroutine(instances.reset) or inspect.iscoroutinefunction(instances.reset):
+    else:
+        if inspect.isroutine(instances.reset) and not inspect.iscoroutinefunction(instances.reset):
+            return instances
         problems.append(f"environments: reset of {path} is no plain method, which TRL calls before each episode")
-        return None
-    return instances
+    return None
 
 
 def _rollout_func(script: ScriptArguments, problems: list[str]) -> Callable[..., Mapping[str, Any]] | None:
@@ -232,19 +249,30 @@ def row_problems(interaction: Interaction, split: str, columns: Sequence[str], n
             yield f"environments: the {split} data have no column {COLUMN}, which names one of {known} in each row"
         elif others := sorted({str(name) for name in names if name not in interaction.environments}):
             yield f"environments: the column {COLUMN} of the {split} data names {', '.join(others)}, not one of {known}"
-        columns = [column for column in columns if column != COLUMN]
+    columns = given(columns, interaction.environments)
     takes = {}
     for name, instances in interaction.environments.items():
         where = f"environments: reset of {name or instances.kind.__name__}"
-        takes_seed = accepts(instances.reset, {*columns, "seed"})
-        if takes_seed or accepts(instances.reset, columns):
-            takes[where] = takes_seed
+        is_seeded = accepts(instances.reset, {*columns, "seed"})
+        if is_seeded or accepts(instances.reset, columns):
+            takes[where] = is_seeded
         else:
             taken = ", ".join(inspect.signature(instances.reset).parameters) or "none"
             yield f"{where} gets the columns {', '.join(columns)}, and takes {taken}; write reset(self, **row)"
     if len(set(takes.values())) > 1:
-        without = next(where for where, takes_seed in takes.items() if not takes_seed)
+        without = next(where for where, is_seeded in takes.items() if not is_seeded)
         yield f"{without} takes no seed, and that of another environment does; let all take it, or none"
+
+
+def given(columns: Iterable[str], environments: Iterable[str | None]) -> list[str]:
+    """Return the columns that ``reset`` gets of a row: all but the one that names one of several environments."""
+    return [column for column in columns if column != COLUMN or None in environments]
+
+
+def takes_seed(columns: Iterable[str], resets: Mapping[str | None, Callable[..., Any]]) -> bool:
+    """Return True if the environments, whose ``resets`` these are, take a seed that the ``columns`` do not have."""
+    columns = given(columns, resets)
+    return bool(resets) and "seed" not in columns and all(accepts(one, [*columns, "seed"]) for one in resets.values())
 
 
 def accepts(function: Callable[..., Any], names: Iterable[str]) -> bool:
@@ -268,16 +296,14 @@ class Starts:
         self._rollout, self._call = rollout, 0
 
     def seeded(
-        self, rows: list[dict[str, Any]], resets: Iterable[Callable[..., Any]], first: int, group: int
+        self, rows: list[dict[str, Any]], resets: Mapping[str | None, Callable[..., Any]], first: int, group: int
     ) -> list[dict[str, Any]]:
         """Return this process's rows of the next batch, with seeds; the first of them is number ``first`` of all ranks.
 
-        ``group`` rows in a row belong to one prompt. The rows are returned as they are if they have a seed, or if one
-        of the environments' ``resets`` takes none.
+        ``group`` rows in a row belong to one prompt. ``resets`` are those of the environments, by name. The rows are
+        returned as they are if they have a seed, or if one of these takes none.
         """
-        columns = [column for column in rows[0] if column != COLUMN]
-        resets = list(resets)
-        if not resets or "seed" in columns or not all(accepts(reset, [*columns, "seed"]) for reset in resets):
+        if not takes_seed(rows[0], resets):
             return rows
         key = (self._run_seed, "environment", self._rollout, self._call)
         self._call += 1

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import blindness, problem_turn
-from qerl_recipes.tasks.environments import COLUMN, Interaction, Templates
+from qerl_recipes.tasks.environments import Interaction, Templates
 from qerl_recipes.tasks.interface import DatasetLoader
 from qerl_recipes.tasks.sources import (
     GENERATED,
@@ -35,8 +35,8 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
     """Return (train, held-out or None) with the column ``prompt``; no tokenizer is needed yet.
 
     ``loaders`` load the data sets that recipes know by name (``hooks.collect("qerl_datasets")``). Any other
-    ``dataset_name`` is a file, a folder or a hub id. With ``may_lack_prompts``, a prompt may be empty and its column
-    missing, because the text of an environment is added.
+    ``dataset_name`` is a file, a folder or a hub id. With ``may_lack_prompts``, data without a column for the prompt
+    get an empty one, to which the text of an environment is added.
 
     Raises ConfigError (a ValueError) for a data set, split or column that does not exist, an empty data set, and a
     malformed prompt. Warns if held-out problems are among the training problems.
@@ -53,7 +53,8 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
         source = script.dataset_name
         train, held_out = loaders.get(source, from_name)(script)
     column = script.dataset_prompt_column or "prompt"
-    if may_lack_prompts and "prompt" == column not in train.column_names:
+    is_empty = may_lack_prompts and "prompt" == column not in train.column_names
+    if is_empty:
         train, held_out = map_splits((train, held_out), lambda data: data.add_column("prompt", [NOTHING] * len(data)))
     train = rename(train, {column: "prompt"}, source, "set dataset_prompt_column")
     held_out = None if held_out is None else rename(held_out, {column: "prompt"}, source)
@@ -71,10 +72,11 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
         rows = range(1, len(train) + 1)
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")
-    parts = [_part(source, split) for split in (script.dataset_train_split, script.dataset_test_split)]
-    keys = set(_keys(train, script, parts[0], may_lack_prompts, rows))
+    if is_empty:
+        return train, held_out
+    keys = set(_keys(train, script, _part(source, script.dataset_train_split), rows))
     if held_out is not None and (
-        common := sum(key in keys for key in _keys(held_out, script, parts[1], may_lack_prompts))
+        common := sum(key in keys for key in _keys(held_out, script, _part(source, script.dataset_test_split)))
     ):
         logger.warning(
             "%d of %d held-out problems of %s are among the training problems, word for word: what is measured on them "
@@ -101,27 +103,22 @@ def _part(source: str, split: str) -> str:
     return source if split == ScriptArguments.dataset_train_split else f"{source}, {split}"
 
 
-def _keys(
-    data: Dataset, script: ScriptArguments, part: str, may_be_empty: bool, rows: Sequence[int] | None = None
-) -> list[str]:
-    """Return a text for each prompt; two texts are equal where the prompts are. Prompts without any text have none.
+def _keys(data: Dataset, script: ScriptArguments, part: str, rows: Sequence[int] | None = None) -> list[str]:
+    """Return a text for each prompt; two texts are equal where the prompts are.
 
     ``part`` names the data, ``rows`` their row numbers in it. Raises ConfigError, with the row, for a prompt that is
-    neither text nor messages, or that is empty where it must not be. The same holds for a system message beside the
-    recipe's ``system_prompt``.
+    neither text nor messages, or is empty. The same holds for a system message beside the recipe's ``system_prompt``.
     """
     prompts = data["prompt"][:]
     for number, prompt in zip(rows or range(1, len(prompts) + 1), prompts, strict=True):
-        if (flaw := _flaw(prompt, script.system_prompt, may_be_empty)) is not None:
+        if (flaw := _flaw(prompt, script.system_prompt)) is not None:
             raise ConfigError(f"{part}: the prompt of row {number} {flaw}")
     return [
-        prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
-        for prompt in prompts
-        if prompt != NOTHING
+        prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str) for prompt in prompts
     ]
 
 
-def _flaw(prompt: Any, system_prompt: str | None, may_be_empty: bool) -> str | None:
+def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
     """Say what is wrong with a prompt, and the way out; return None if nothing is."""
     if isinstance(prompt, str):
         return None if prompt.strip() else "is empty; leave this problem out"
@@ -143,7 +140,7 @@ def _flaw(prompt: Any, system_prompt: str | None, may_be_empty: bool) -> str | N
                 "write each content as one text, or the system turn into the data and remove system_prompt"
             )
     problem = prompt[problem_turn(prompt)]["content"]
-    if not (may_be_empty or (problem.strip() if isinstance(problem, str) else problem)):
+    if not (problem.strip() if isinstance(problem, str) else problem):
         return "is empty in the message that asks the problem; leave this problem out"
     return None
 
@@ -229,11 +226,11 @@ def counts(
     data: Dataset, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], interaction: Interaction
 ) -> list[int]:
     """Return the number of tokens of each prompt; the text that an environment adds is not known yet."""
-    environments = data[COLUMN] if COLUMN in data.column_names else [None] * len(data)
     if not interaction.has_calls():
         return [len(ids(prompt, tokenizer, options)) for prompt in data["prompt"]]
-    schemas = {name: interaction.schemas(name) for name in set(environments)}
-    rows = zip(data["prompt"], environments, strict=True)
+    names = interaction.names(data)
+    schemas = {name: interaction.schemas(name) for name in set(names)}
+    rows = zip(data["prompt"], names, strict=True)
     return [len(ids(prompt, tokenizer, {**options, "tools": schemas[name]})) for prompt, name in rows]
 
 

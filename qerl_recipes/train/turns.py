@@ -5,6 +5,7 @@ TRL resets environments, tokenizes, takes the first turn and scores. The turns a
 """
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from trl import GRPOTrainer
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import Episode, Player, for_trl, in_one_type
 from qerl_recipes.rollout.interface import RolloutEngine, TakesTurns
+from qerl_recipes.tasks.environment_process import take_losses
 from qerl_recipes.tasks.environments import Starts
 from qerl_recipes.train import loss, metrics
 
@@ -29,6 +31,8 @@ class TurnsTrainer(GRPOTrainer):
     vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
     _values: metrics.StepValues
     _episodes: Sequence[Episode] = ()  # of the last batch
+    _tool_masks: Sequence[Sequence[int]] | None = None  # of the same: 1 where the policy sampled the token
+    _has_told_room = False
 
     @property
     def rollout_func(self) -> RolloutFunc | None:
@@ -53,11 +57,43 @@ class TurnsTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.environment_factories is not None:
-            resets = [pool[0].reset for pool in self._environment_pool.values()]
+            resets = {name: pool[0].reset for name, pool in self._environment_pool.items()}
             first = self.accelerator.process_index * len(inputs)
             group = self.num_generations if self.model.training else self.num_generations_eval
             inputs = self.starts.seeded(inputs, resets, first, group)
-        return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
+        scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        losses = [take_losses(environment) for environment in self.environments or ()]
+        if losses and None not in losses:
+            lost = self.accelerator.gather(torch.tensor(losses, device=self.accelerator.device))
+            self._metrics["train" if self.model.training else "eval"][metrics.LOST].append(lost.float().mean().item())
+        return scored
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        ids, *others = super()._tokenize_prompts(prompts)
+        if self.environments:
+            self._check_room(max(map(len, ids)))
+        return ids, *others
+
+    def _check_room(self, longest: int) -> None:
+        """Raise ValueError if a prompt of ``longest`` tokens leaves no room; warn once if it leaves too little.
+
+        How much text an environment adds is not known before its episodes begin.
+        """
+        engine = self.vllm_generation
+        assert isinstance(engine, TakesTurns)
+        room = engine.longest - longest
+        if room >= self.max_completion_length or (room >= 1 and self._has_told_room):
+            return
+        what = f"completions are cut off before max_completion_length ({self.max_completion_length})"
+        text = (
+            f"with the text that reset of the environment adds, a prompt has {longest} tokens of the {engine.longest} "
+            f"of a sequence: {what if room >= 1 else 'there is no room for an answer'}; let reset add less, or raise "
+            "vllm_max_model_length, and --max-model-len of a server"
+        )
+        if room < 1:
+            raise ValueError(text)
+        self._has_told_room = True
+        warnings.warn(text, stacklevel=2)
 
     @functools.cached_property
     def _player(self) -> Player:
@@ -66,7 +102,7 @@ class TurnsTrainer(GRPOTrainer):
         return Player(
             engine,
             self._tokenizer,
-            {**self.chat_template_kwargs, "chat_template": self.chat_template},
+            self._get_tool_suffix_ids,
             most_tokens=self.max_completion_length,
             most_turns=self.max_tool_calling_iterations,
             tool_tokens=self.args.max_tool_tokens,
@@ -81,7 +117,14 @@ class TurnsTrainer(GRPOTrainer):
         with ExitStack() as self._turns:
             if (self.tools or self.rollout_func is not None) and isinstance(engine, TakesTurns):
                 self._turns.enter_context(engine.episodes())
-            return super()._generate(prompts)
+            generated = super()._generate(prompts)
+        self._tool_masks = generated[2]
+        return generated
+
+    def _calculate_rewards(self, inputs: Any, *others: Any) -> torch.Tensor:
+        if self._tool_masks is not None:
+            inputs = [{**row, "tool_mask": mask} for row, mask in zip(inputs, self._tool_masks, strict=True)]
+        return super()._calculate_rewards(inputs, *others)
 
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *images: Any

@@ -15,9 +15,10 @@ import pytest
 from transformers.utils import get_json_schema
 from waiting import until
 
+from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks.environment_process import SERVER, EnvironmentLost, in_its_own_interpreter
-from qerl_recipes.tasks.environments import Instances
+from qerl_recipes.tasks.environment_process import SERVER, EnvironmentLost, in_its_own_interpreter, take_losses
+from qerl_recipes.tasks.environments import Instances, resolve
 
 
 @pytest.fixture(scope="module")
@@ -72,27 +73,47 @@ def test_it_runs_in_the_interpreter_that_the_recipe_names(counters, bare, proces
     assert process.cmdline()[0] == bare and instances() is not None
 
 
-def test_an_environment_that_dies_ends_its_episode_alone(counters, caplog):
+def test_an_environment_that_dies_ends_its_episode_alone(counters, caplog, processes_of):
     instances = counters()
     one, other = instances(), instances()
     one.reset(), other.reset()
+    before = {process.pid for process in processes_of("acting.Counter")}
     died = r"environment Counter: its process has ended \(code 3\) in add; the episode has ended"
     with pytest.raises(EnvironmentLost, match=died):
         one.add(number=14)
-    assert [record.message for record in caplog.records] == [died.replace("\\", "") + ". The run goes on"]
+    told = died.replace("\\", "") + ". environments_lost counts such losses"
+    assert [record.message for record in caplog.records] == [told]
+    after = {process.pid for process in processes_of("acting.Counter")}
+    assert len(before & after) == 1 and len(after) == 2, "another starts before the next reset waits for it"
     with pytest.raises(EnvironmentLost, match=died):
         one.add(number=1)
     assert one.get_reward() is None and other.add(number=1) == "1"
     assert one.reset() == "0=" and one.add(number=2) == "2" and one.get_reward() == 2.0
+    assert [take_losses(each) for each in (one, one, other)] == [1, 0, 0]
+
+
+def test_losses_outside_of_tools_are_survived_and_counted(counters):
+    one = counters()()
+    one.reset()
+    one.add(number=17)
+    assert one.get_reward() is None, "its process ends there"
+    one._process.end()
+    assert one.reset() == "0=" and take_losses(one) == 2
+    with pytest.raises(EnvironmentLost, match=r"environment Counter: its process has ended \(code 4\) in reset$"):
+        one.reset(seed=4)
+    assert take_losses(one) == 2, "it was tried twice"
+    with pytest.raises(ValueError, match=r"environment Counter: reset failed \(TypeError: the seed is x\)"):
+        one.reset(seed="x")
 
 
 def test_an_environment_that_hangs_is_stopped(counters, processes_of):
-    one = counters(seconds=0.5)()
+    one = counters(seconds=2.0)()
     one.reset()
+    (process,) = processes_of("acting.Counter")
     began = time.monotonic()
-    with pytest.raises(EnvironmentLost, match=r"its process did not answer in 0\.5 s in add"):
+    with pytest.raises(EnvironmentLost, match=r"its process did not answer in 2 s in add"):
         one.add(number=15)
-    assert time.monotonic() - began < 60 and not processes_of("acting.Counter")
+    assert time.monotonic() - began < 60 and process not in processes_of("acting.Counter")
     assert one.reset() == "0="
 
 
@@ -115,6 +136,38 @@ def test_one_that_dies_between_episodes_is_begun_anew(counters, processes_of):
     process.kill()
     process.wait()
     assert one.reset() == "0=" and one.add(number=1) == "1"
+
+
+MEETING = """
+import os, time
+from pathlib import Path
+
+class Game:
+    def __init__(self):
+        Path(str(os.getpid())).touch()
+        end = time.monotonic() + 60
+        while len([file for file in Path().iterdir() if file.name.isdigit()]) < 2:
+            if time.monotonic() > end:
+                raise TimeoutError("nobody else has started")
+            time.sleep(0.01)
+
+    def reset(self, **row):
+        return None
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+def test_interpreters_of_one_class_start_together(bare, tmp_path, monkeypatch):
+    (tmp_path / "meeting.py").write_text(MEETING)
+    monkeypatch.chdir(tmp_path)
+    named = json.dumps({"a": "meeting.Game", "b": "meeting.Game"})
+    flags = ["--use_cpu", "true", "--bf16", "false", "--environments", named, "--environment_python", bare]
+    problems = []
+    interaction = resolve(parse(flags)[0], 20.0, {}, {}, problems)
+    assert not problems and interaction.rewards() == ["Game"]
+    assert len({instances.kind for instances in interaction.environments.values()}) == 1
 
 
 def test_a_stopped_call_does_not_answer_the_next_one(counters):
@@ -149,7 +202,7 @@ def test_a_stopped_call_does_not_answer_the_next_one(counters):
 def test_what_cannot_be_made_elsewhere_is_refused(python, path, message, bare, monkeypatch, processes_of):
     monkeypatch.setenv("PYTHONPATH", str(Path(acting.__file__).parent))
     with pytest.raises(ConfigError, match=message):
-        in_its_own_interpreter(python or bare, path, {}, 5.0)
+        in_its_own_interpreter(python or bare, path, {}, 5.0)()
     assert not processes_of(path)
 
 
