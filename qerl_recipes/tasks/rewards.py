@@ -35,10 +35,12 @@ STEP = re.compile(r"(Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,)")
 STEPS_WANTED = 3
 LARGEST = 1e16  # beyond it, squared rewards of a batch overflow fp32, in which advantages are computed
 LANGUAGES = ("python", "javascript", "r", "java", "bash", "cpp")
-# arguments that GRPOTrainer passes to every reward, besides the columns of the data set
+# arguments that the trainer passes to every reward, besides the columns of the data set; tool_mask is not TRL's: a list
+# for each completion, 1 where the policy has sampled the token
 PASSED_BY_TRL = {
-    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"
-}  # fmt: skip
+    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
+    "tool_mask",
+}
 
 # Types that a value may have. A float keeps its value, but not how it was written (3.0 or 3, 1e3 or 1000).
 LETTERS, VALUES = (str, int), (str, int, float)
@@ -210,7 +212,8 @@ def cosine(script: ScriptArguments) -> Reward:
 def soft_overlong_punishment(script: ScriptArguments) -> Reward:
     """Return a reward: 0 up to ``max_completion_len - soft_punish_cache`` tokens, then a slope to -1.
 
-    Source: DAPO (arXiv 2503.14476), equation 13.
+    Only tokens that the policy has sampled count, and not those that tools have written. TRL's reward of this name
+    counts both. Source: DAPO (arXiv 2503.14476), equation 13.
     """
     from trl.rewards import get_soft_overlong_punishment
 
@@ -221,8 +224,11 @@ def soft_overlong_punishment(script: ScriptArguments) -> Reward:
         )
     punishment = get_soft_overlong_punishment(script.max_completion_len, script.soft_punish_cache)
 
-    def soft_overlong_punishment(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        return punishment(completion_ids=completion_ids)
+    def soft_overlong_punishment(
+        completion_ids: list[list[int]], tool_mask: list[list[int]] | None = None, **columns: Any
+    ) -> list[float]:
+        lengths = map(len, completion_ids) if tool_mask is None else map(sum, tool_mask)
+        return punishment(completion_ids=[range(length) for length in lengths])
 
     return soft_overlong_punishment
 

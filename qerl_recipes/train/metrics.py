@@ -24,7 +24,8 @@ Two figures of a rollout are measured anew, because TRL 1.16 computes something 
 
 With tools, a rollout's line also has the means of ``tool_calls`` and ``turns`` of an episode. ``tool_failures`` is the
 share of calls that failed, ``episodes_cut`` that of episodes whose tokens ran out with a call open, and
-``tool_seconds`` the main process's time in tools.
+``tool_seconds`` the main process's time in tools. ``environments_lost`` is how many processes of
+``environment_python`` died or hung in an episode, with those in tool calls.
 """
 
 import json
@@ -48,7 +49,7 @@ from qerl_recipes.train.dynamic_sampling import TOTAL, informative_groups, judge
 
 HF_EVALUATION = "eval_"  # begins the names that transformers and TRL log of an evaluation
 ZERO_STD, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"  # TRL's names of the two figures above
-TURNS, CUT = "episodes/turns", "episodes/cut"
+TURNS, CUT, LOST = "episodes/turns", "episodes/cut", "environments/lost"
 
 # the names of a step's metrics in TRL's log -> in metrics.jsonl
 NAMES = {
@@ -69,6 +70,7 @@ NAMES = {
     "tool_seconds": "tool_seconds",
     TURNS: "turns",
     CUT: "episodes_cut",
+    LOST: "environments_lost",
     "dynamic_sampling/accepted_groups": "accepted_groups",
     "dynamic_sampling/dropped_groups": "dropped_groups",
     "dynamic_sampling/filled_groups": "filled_groups",

@@ -6,6 +6,7 @@ The engine is scripted and follows from the history, so that TRL's own loop can 
 import copy
 import json
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +20,10 @@ from digit_rewards import digits
 from trl import GRPOTrainer
 
 from qerl_recipes.hooks import get_plugin_manager
-from qerl_recipes.rollout import episodes
+from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.rollout.interface import TakesTurns
+from qerl_recipes.tasks.environment_process import in_its_own_interpreter
+from qerl_recipes.tasks.rewards import FACTORIES
 from qerl_recipes.train import loss
 from qerl_recipes.train.turns import TurnsTrainer
 
@@ -92,18 +95,6 @@ def test_turns_are_those_of_trls_own_loop(calls, tokens, train, monkeypatch):
     turns, cut = max(len(one.turns) for one in trainer._episodes), sum(one.is_cut for one in trainer._episodes)
     assert cut and records[0]["episodes_cut"] == cut / 32
     assert turns > 1 if tokens == 12 else (turns == 3 if calls else turns > 3)
-
-
-def test_what_stands_between_two_turns_is_as_in_trl(make_trainer, make_nvfp4):
-    """Check the values that TRL's method reads of a trainer; its other tests see the loop's own template alone."""
-    options, said = {"mark": "+"}, [{"role": "tool", "name": "double", "content": text} for text in "78"]
-    trainer = make_trainer(make_nvfp4("qwen2"), turns=TOOLS, chat_template_kwargs=options, **SCRIPTED)
-    for template in (None, calling.TEMPLATE + "{{ '=' if tools else mark }}"):
-        trainer.chat_template = template
-        between = trainer._get_tool_suffix_ids(said)
-        assert episodes.between_turns(said, trainer._tokenizer, {**options, "chat_template": template}) == between
-        assert between == calling.ids("<tool>7<tool>8<assistant>" + ("+" if template else ""))
-    assert trainer._player.options == {**options, "chat_template": template}
 
 
 @pytest.mark.parametrize("leaks", [False, True], ids=["masked", "tools' tokens counted"])
@@ -298,6 +289,67 @@ def test_each_row_names_its_environment(train):
     assert {type(one) for one in trainer.environments} == {calling.Walk, Silent}
     assert record["rewards/Walk/mean"] == 2.0, "of its own episodes alone"
     assert record["tool_failures"] == 0.5, "each has one of the two tools"
+
+
+LOSING = '''
+import os
+
+class Losing:
+    def reset(self, **row):
+        self.at = 0
+
+    def move(self, steps: int) -> str:
+        """Walk.
+
+        Args:
+            steps: How far.
+        """
+        self.at += steps
+        return str(self.at)
+
+    def get_reward(self):
+        if self.at == 2:
+            os._exit(1)
+        return 1.0
+'''
+
+
+def test_processes_lost_outside_of_tools_are_counted(train, tmp_path, monkeypatch):
+    (tmp_path / "losing.py").write_text(LOSING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    turns = {"environment_factory": in_its_own_interpreter(sys.executable, "losing.Losing", {}, 20.0)}
+
+    def say(tokens):
+        is_first = tokens.count(calling.VOCABULARY.index("<assistant>")) == 1
+        return calling.ids("{move}<eos>" if is_first and sum(tokens) % 2 else "7<eos>")
+
+    trainer, (record,) = train(say, turns, [])
+    walked = sum(len(one.turns) > 1 for one in trainer._episodes)
+    assert 0 < walked < 8 and record["environments_lost"] == walked / 8
+    assert record["rewards/Losing/mean"] == 1.0 and record["tool_failures"] == 0.0
+
+
+def test_a_punishment_for_length_leaves_tools_tokens_out(train):
+    script = ScriptArguments(max_completion_len=6, soft_punish_cache=4)
+    punishment, given = FACTORIES["soft_overlong_punishment"](script), []
+
+    def soft(completions, completion_ids, tool_mask, **columns):
+        given.extend(zip(map(len, completion_ids), map(sum, tool_mask), strict=True))
+        return punishment(completion_ids=completion_ids, tool_mask=tool_mask)
+
+    _, (record,) = train(in_turn("{double 4}<eos>", "7<eos>"), reward=soft)
+    assert set(given) == {(7, 4)} and record["reward"] == (2 - 4) / 4
+
+
+def test_a_text_of_reset_that_does_not_fit_is_said(train):
+    turns = {"environment_factory": calling.Walk, "train_dataset": None}
+    text = "with the text that reset of the environment adds, a prompt has 5 tokens of the {} of a sequence: {}; let"
+    cut = text.format(16, r"completions are cut off before max_completion_length \(32\)")
+    with pytest.warns(UserWarning, match=cut) as caught:
+        train(in_turn("7<eos>"), turns, [], vllm_max_model_length=16, max_steps=2)
+    assert len([warning for warning in caught if "adds, a prompt" in str(warning.message)]) == 1
+    with pytest.raises(ValueError, match=text.format(5, "there is no room for an answer") + ".* raise vllm_max_model_"):
+        train(in_turn("7<eos>"), turns, [], vllm_max_model_length=5)
 
 
 @pytest.mark.parametrize(
