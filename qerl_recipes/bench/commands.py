@@ -257,8 +257,9 @@ def bench_train(
     arms: Annotated[
         str,
         typer.Option(
-            help="An arm is one of the training configurations that are compared: bf16, nf4, qerl_nvfp4. Ratios are to "
-            "the first."
+            help="An arm is one of the training configurations that are compared: bf16, nf4, qerl_nvfp4; instead of "
+            "this project: trl_stock (TRL's own trainer, in BF16) and fp8_rollout (an FP8 engine, made anew of the "
+            "merged weights before each rollout, and BF16 training). Ratios are to the first."
         ),
     ] = "bf16,nf4,qerl_nvfp4",
     groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,
@@ -270,20 +271,18 @@ def bench_train(
     ] = 3,
     rank: Rank = 32,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
-    part: Annotated[
-        str, typer.Option(help="part to measure: step; training (forward and backward of one packed row); or all")
-    ] = "all",
-    profile: Annotated[bool, typer.Option(help="show the kernels of forward and backward, too")] = False,
-    rounds: Annotated[int, typer.Option(help="Run all configurations this often, one after the other: A B A B.")] = 1,
+    part: Annotated[str, typer.Option(hidden=True)] = "step",  # of earlier releases
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GB of the GPU that may be used; the rest is blocked")
     ] = None,
     scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,
+    output: Output = None,
 ) -> None:
     """Time a whole GRPO step in each configuration, with random weights. Flags of `qerl train` may follow."""
     from qerl_recipes.bench.train import FIXED, FIXED_BESIDE_A_RECIPE, Workload, parse_overrides, run
 
+    if part != "step":
+        raise typer.BadParameter(f"--part is {part!r}, and whole steps alone are measured now; leave it out")
     overrides = parse_overrides(context.args, FIXED if config is None else FIXED_BESIDE_A_RECIPE)
     if config is None:
         work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
@@ -296,9 +295,6 @@ def bench_train(
     result = run(
         work,
         arms=arms.split(","),
-        part=part,
-        profile=profile,
-        rounds=rounds,
         memory=memory,
         scratch=scratch,
         output=output,

@@ -55,8 +55,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def show_remarks(console: "Console", arms: Mapping[str, Mapping[str, Any]], cached_tokens: int) -> None:
-    """Print which arms failed and why, and whose KV cache holds fewer than ``cached_tokens`` tokens."""
+    """Print each arm's remarks, which arms failed and why, and whose KV cache holds fewer than ``cached_tokens``."""
     for arm, figures in arms.items():
+        for remark in figures.get("remarks", ()):
+            console.print(f"{arm}: {remark}", markup=False, soft_wrap=True)
         if (held := figures.get("kv_cache_tokens", cached_tokens)) < cached_tokens:
             console.print(f"{arm}: its KV cache holds {held:,} of {cached_tokens:,} tokens, so some wait")
         if "failed" in figures:

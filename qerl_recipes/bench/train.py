@@ -2,22 +2,25 @@
 
 Weights are random and of the real shapes, so nothing is downloaded. Prompts are random characters and every completion
 has its full length, so that the work is the same in all arms; rewards are random numbers that depend on the completion
-alone. Every arm runs in a process of its own, one after the other; with several rounds A B A B, so that what slows the
-machine down for a while shows in the spread.
+alone. Every arm runs in a process of its own, one after the other.
+
+Two arms are what one would run instead. ``trl_stock`` is TRL's own trainer (``trl_arm``). In ``fp8_rollout`` the engine
+is FP8 and made anew of the merged weights before each rollout, and the trainer is that of bf16, with truncated
+importance weights (``train_arm.FP8Rollouts``).
 
 With ``--config`` the recipe is the one that ``qerl train`` takes, with its own batches, noise, memory and optimizer.
 Only checkpoint, data, reward and output are the benchmark's.
 """
 
 import errno
+import importlib.util
 import json
 import shutil
 import statistics
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +29,22 @@ from qerl_recipes.bench.results import around, conditions, save, show_remarks, s
 from qerl_recipes.files import base_model
 from qerl_recipes.machine.gpu import GB, Gpu, installed_gpu
 from qerl_recipes.recipe.checks import steps_per_rollout
-from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, parse
+from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import read_yaml, up_to_date
 from qerl_recipes.recipe.keys import TOPICS
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 from qerl_vllm_plugin.wire.address import hidden
 
-ARMS = ("bf16", "nf4", "qerl_nvfp4")
-PARTS_TO_RUN = ("all", "step", "training")  # whole steps, forward and backward alone, or both
-ANSWERS = ("steps", "training_part", "profile")
+OWN_ARMS = ("bf16", "nf4", "qerl_nvfp4")  # each a ``quantization`` of a recipe
+TRL, FP8 = "trl_stock", "fp8_rollout"
+ARMS = (*OWN_ARMS, TRL, FP8)
 NAME = "bench"  # of the data set, of the reward and of the engine that tells how long its parts took
+FP8_ENGINE = "bench_fp8"  # the same for arm fp8_rollout
 LEARNING_RATE = 1e-5
+# FlashRL's importance weights of tokens (https://github.com/yaof20/Flash-RL)
+TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+SHOWN_TRL_KEYS = ("vllm_enable_sleep_mode", "gradient_checkpointing", "use_liger_kernel")
+MOST_TRL_TOKENS = 16384  # of a micro-batch of stock TRL, which recomputes all blocks: more are no faster
 SPARE, SPARE_BYTES = 1.03, 2_000_000_000  # of the engine's memory, which is an estimate
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 # what no flag may set, beside a recipe and without one
@@ -53,16 +61,7 @@ REPLACED |= {
     if key != "max_prompt_length"
 }
 LEAST = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
-SHOWN_KERNELS = 12
-COLORS = {
-    "rollout": "tab:blue",
-    "scoring": "tab:cyan",
-    "training": "tab:orange",
-    "swap": "tab:red",
-    "sleep": "tab:purple",
-    "rest": "tab:gray",
-}
-PARTS = tuple(COLORS)  # of a step
+PARTS = ("rollout", "scoring", "training", "swap", "sleep", "rest")  # of a step
 
 
 @dataclass(frozen=True)
@@ -144,17 +143,20 @@ class Workload:
         chosen = dict(self.overrides).get("per_device_train_batch_size")
         return None if chosen is None else int(chosen)
 
+    def data(self) -> dict[str, int]:
+        """Return the arguments of ``train_arm.random_prompts``."""
+        return {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
+
     def recipe(self, arm: str, *, cuda: bool, engine_share: float | None = None) -> dict[str, Any]:
         """Return an arm's keys of ``qerl train``, without its paths.
 
         ``engine_share`` is the engine's share of the GPU's memory.
         """
-        data = {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
         own: dict[str, Any] = {
             "dataset_name": NAME,
-            "dataset_kwargs": json.dumps(data),
+            "dataset_kwargs": json.dumps(self.data()),
             "reward_funcs": NAME,
-            "rollout_engine": NAME,
+            "rollout_engine": FP8_ENGINE if arm == FP8 else NAME,
             # min_tokens would do the same, but takes the end out of the engine's probabilities alone
             "generation_kwargs": json.dumps({"ignore_eos": True}),
             "max_steps": self.steps,
@@ -174,7 +176,8 @@ class Workload:
         if self.micro_batch is not None:
             batches = {"gradient_accumulation_steps": self.sequences // self.micro_batch}
         recipe: dict[str, Any] = {
-            "quantization": arm,
+            **(TRUNCATED if arm == FP8 else {}),
+            "quantization": arm if arm in OWN_ARMS else "bf16",
             "learning_rate": LEARNING_RATE,
             "lora_r": self.rank,
             "lora_alpha": 2 * self.rank,
@@ -202,8 +205,8 @@ class Request:
     """Hold what an arm's process is asked.
 
     ``flags`` are those of ``qerl train``. The checkpoint ``base`` is written if it is missing, ``packed`` or in BF16.
-    ``training_part`` and ``profile`` say how often each is measured. ``memory`` is the number of bytes that may be
-    used, None for all of the GPU.
+    ``memory`` is the number of bytes that may be used, None for all of the GPU. ``data`` describes the prompts to stock
+    TRL, whose ``flags`` are TRL's own.
     """
 
     flags: list[str]
@@ -211,9 +214,8 @@ class Request:
     base: str
     packed: bool
     seed: int
-    training_part: int
-    profile: int
     memory: int | None
+    data: dict[str, int] | None = None
 
 
 def flags(recipe: Mapping[str, Any]) -> list[str]:
@@ -244,30 +246,20 @@ def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) ->
 def run(
     work: Workload,
     *,
-    arms: Sequence[str] = ARMS,
-    part: str = "all",
-    profile: bool = False,
-    rounds: int = 1,
+    arms: Sequence[str] = OWN_ARMS,
     memory: int | None = None,
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every arm, print the table, and write it to ``output`` as JSON, with a picture beside it.
+    """Measure every arm, print the table, and write it to ``output`` as JSON.
 
-    ``profile`` adds where the time of forward and backward alone goes. ``rounds`` is how often all arms are run.
     ``memory`` (bytes) limits what all processes together may hold of the GPU. ``scratch`` is the folder for the random
     checkpoints, by default that of temporary files. An arm that fails is in the result with its reason, and the others
     go on. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
     """
     work.check()
     gpu = installed_gpu()
-    _check(arms, part, rounds, memory, gpu, work)
-    pieces: Figures = {"training_part": 0 if part == "step" else work.steps, "profile": int(profile), "memory": memory}
-    steps = 1 if part == "training" else work.steps
-    if part != "step" and work.micro_batch is not None and "recompute_layers" not in dict(work.overrides):
-        # forward and backward alone take a longer row than the plan of such micro-batches knows of
-        blocks = str(work.config()["num_hidden_layers"])
-        work = replace(work, overrides=(*work.overrides, ("recompute_layers", blocks)))
+    _check(arms, memory, gpu, work)
     with ExitStack() as stack:
         stack.enter_context(ended_cleanly())
         if scratch is not None:
@@ -276,60 +268,46 @@ def run(
         _check_disk(work, arms, folder)
         if memory is not None:
             stack.enter_context(ballast(memory))
-        measured = {arm: _recipe(replace(work, steps=steps), arm, gpu, memory) for arm in arms}
+        measured = {arm: _recipe(work, arm, gpu, memory) for arm in arms}
         result: dict[str, Any] = {
             **asdict(work),
             "overrides": {key: hidden(value) for key, value in work.overrides},
             "order": "one after the other",
-            "rounds": rounds,
             "memory_limit": memory,
             **conditions(),
             "arms": measured,
         }
-        for number, arm in ((number, arm) for number in range(rounds) for arm in arms):
-            if "failed" in measured[arm]:
-                continue
+        for arm in arms:
             packed = arm == "qerl_nvfp4"
             base = str(folder / ("nvfp4" if packed else "bf16"))
-            paths = {"model_name_or_path": base, "output_dir": str(folder / f"{arm}-{number}")}
-            own_flags = flags({**measured[arm]["recipe"], **paths})
-            _measure(measured[arm], Request(own_flags, work.config(), base, packed, work.seed, **pieces), number)
+            own_flags = flags({**measured[arm]["recipe"], "model_name_or_path": base, "output_dir": str(folder / arm)})
+            data = work.data() if arm == TRL else None
+            request = Request(own_flags, work.config(), base, packed, work.seed, memory, data)
+            measured[arm] |= _measure(request)
             result["summary"] = summarize(result)
             save(result, output)  # loading takes minutes, and a run may be cut short
-    if output is not None:
-        picture(result, output.with_suffix(".png"))
     show(result)
     return result
 
 
-def _measure(measured: Figures, request: Request, number: int) -> None:
-    """Run an arm once; put its figures, each with its round, or why it failed, into ``measured``."""
+def _measure(request: Request) -> Figures:
+    """Run an arm and return its figures, with the reason if it failed."""
+    module = "train_arm" if request.data is None else "trl_arm"
     try:
-        answers = ask_once("qerl_recipes.bench.train_arm", asdict(request))
+        return ask_once(f"qerl_recipes.bench.{module}", asdict(request))
     except ArmFailedError as error:
-        answers = {**error.figures, "failed": str(error)}
-    for key in ANSWERS:
-        measured.setdefault(key, []).extend({**answer, "round": number} for answer in answers.pop(key, []))
-    measured.update(answers)
+        return {**error.figures, "failed": str(error)}
 
 
-def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu: Gpu | None, work: Workload) -> None:
+def _check(arms: Sequence[str], memory: int | None, gpu: Gpu | None, work: Workload) -> None:
     if unknown := sorted(set(arms) - set(ARMS)):
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     if not arms or len(set(arms)) < len(arms):
         raise ValueError(f"arms are {', '.join(arms) or 'missing'}; name each of them once")
-    if part not in PARTS_TO_RUN:
-        raise ValueError(f"part is {part!r}; it is one of {', '.join(PARTS_TO_RUN)}")
-    if rounds < 1:
-        raise ValueError(f"rounds is {rounds}, and must be at least 1")
-    checkpointed = dict(work.overrides).get("recompute_layers")
-    if part != "step" and work.micro_batch is not None and checkpointed == str(AS_FEW_AS_FIT):
-        raise ValueError(
-            f"recompute_layers: {checkpointed} keeps what leaves room for the rows of a step, and forward and "
-            "backward alone take a longer one; measure --part step, or name a number of layers"
-        )
     if "nf4" in arms and work.shape in MIXTURES:
         raise ValueError("arm nf4 (bitsandbytes) leaves experts in BF16; of a mixture measure bf16 and qerl_nvfp4")
+    if work.shape in MIXTURES and (merged := {TRL, FP8} & set(arms)):
+        raise ValueError(f"arm {min(merged)} merges no adapter of a mixture; measure bf16 and qerl_nvfp4")
     if gpu is None and "nf4" in arms:
         raise ValueError("arm nf4 (bitsandbytes) needs a CUDA GPU; on this machine measure bf16 and qerl_nvfp4")
     if memory is not None and gpu is None:
@@ -354,100 +332,112 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
     Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``recompute_layers: -1`` and
     ``pack_tokens: -1`` mean. A recipe's own share of the engine stays.
     """
+    if arm == TRL:
+        return _trl_recipe(work, gpu, memory)
     if gpu is None:
         return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
     from qerl_recipes.memory.plan import make
 
-    share = None
+    share, saved = None, _saved_by_fp8(work) if arm == FP8 else 0
     for _ in range(1 if work.recipe_file else 2):  # the second time with the share that the first one found
         settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
-        plan = make(*settings, gpu=gpu, config=work.config(), limit=memory)
+        # the plan has a BF16 engine; while that sleeps, a smaller one leaves the trainer no more room
+        room = 0 if settings[1].vllm_enable_sleep_mode else saved
+        plan = make(*settings, gpu=gpu, config=work.config(), limit=(memory or gpu.memory) + room)
         tokens = work.sequences * -(-work.length // BLOCK) * BLOCK
-        share = min(SPARE * plan.engine_share(tokens) + SPARE_BYTES / gpu.memory, 0.95)
-    print(f"{arm}: planned {plan.line()}{', ' if plan.choice() else ''}{plan.choice()}", flush=True)
+        share = min(SPARE * (plan.engine_share(tokens) - saved / gpu.memory) + SPARE_BYTES / gpu.memory, 0.95)
+    smaller = f", {room / GB:.1f} GB of them not taken by an FP8 engine" if room else ""
+    print(f"{arm}: planned {plan.line()}{smaller}{', ' if plan.choice() else ''}{plan.choice()}", flush=True)
     chosen = {"recompute_layers": plan.checkpointed, "pack_tokens": plan.pack_tokens}
     if not settings[1].gradient_checkpointing:
         del chosen["recompute_layers"]
-    return {"recipe": {**work.recipe(arm, cuda=True, engine_share=share), **chosen}, "planned_bytes": plan.peak}
+    recipe = {**work.recipe(arm, cuda=True, engine_share=share), **chosen}
+    return {"recipe": recipe, "planned_bytes": plan.peak - room}
+
+
+def _saved_by_fp8(work: Workload) -> int:
+    """Return the bytes by which an engine in FP8 is smaller than one in BF16: one for each weight of a block."""
+    from qerl_recipes.memory.sizes import measure
+
+    return sum(linear.N * linear.K for linear in measure(work.config()).linears)
+
+
+def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
+    """Return the keys of stock TRL for this work, with remarks on what they are; the rest is TRL's default.
+
+    The engine's share is that of the bf16 arm. Unless flags say otherwise, the engine sleeps if that arm would not fit
+    without, a micro-batch has at most MOST_TRL_TOKENS tokens, and Liger's kernels are on if they are installed.
+    """
+    import trl
+
+    from qerl_recipes.memory.plan import SPARE as SPARE_OF_A_PLAN
+
+    known = {field.name for kind in (trl.GRPOConfig, trl.ModelConfig) for field in fields(kind)}
+    asked, as_bf16, needs_sleep = dict(work.overrides), _recipe(work, "bf16", gpu, memory), False
+    if gpu is not None:
+        needs_sleep = as_bf16["planned_bytes"] > (1 - SPARE_OF_A_PLAN) * (memory or gpu.memory)
+    sizes = (size for size in range(work.sequences, 0, -1) if work.sequences % size == 0)
+    batch = work.micro_batch or next(size for size in sizes if size == 1 or size * work.length <= MOST_TRL_TOKENS)
+    recipe = {
+        "dtype": "bfloat16",
+        "lora_dropout": 0.0,
+        "vllm_enable_sleep_mode": needs_sleep,
+        "use_liger_kernel": importlib.util.find_spec("liger_kernel") is not None,
+        **{key: value for key, value in as_bf16["recipe"].items() if key in known - {"generation_batch_size"}},
+        "use_vllm": True,
+        "use_peft": True,
+        "vllm_max_model_length": work.length,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": work.sequences // batch,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+    }
+    remarks = [
+        f"TRL {trl.__version__} as released, in vLLM without plugins, micro-batches of {batch}; "
+        + ", ".join(f"{key}: {str(recipe[key]).lower()}" for key in SHOWN_TRL_KEYS),
+    ]
+    if gpu is None:
+        remarks.append("on a CPU: vLLM without compilation, and with weights left unpacked, into which TRL loads")
+    if left_out := sorted(asked.keys() - known):
+        remarks.append(f"TRL has no {', '.join(left_out)}: left out")
+    return {"recipe": recipe, "planned_bytes": None, "remarks": remarks}
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:
-    """Return medians and peaks for each arm that did not fail; the first step of a round only warms up."""
-    arms = result["arms"].items()
-    return {arm: _summary(result, figures) for arm, figures in arms if figures.get("steps") and "failed" not in figures}
+    """Return medians and peaks for each arm that did not fail; its first step only warms up."""
+    whole = {arm: figures for arm, figures in result["arms"].items() if "steps" in figures and "failed" not in figures}
+    return {arm: _summary(result, figures) for arm, figures in whole.items()}
 
 
 def _summary(result: Mapping[str, Any], figures: Mapping[str, Any]) -> Figures:
-    summary: Figures = {}
-    steps, pieces = figures["steps"], figures["training_part"]
-    if counted := _counted(steps):
-        sequences = result["groups"] * result["generations"]
-        seconds = {name: statistics.median(step["seconds"][name] for step in counted) for name in ("step", *PARTS)}
-        differences = [step["metrics"]["logp_diff_mean"] for step in counted]
-        summary |= {
-            "seconds": seconds,
-            "repeats": len(counted),
-            "spread": spread([step["seconds"]["step"] for step in counted]),
-            "rollout_tokens_per_s": sequences * result["completion"] / seconds["rollout"],
-            "training_tokens_per_s": sequences * (result["prompt"] + result["completion"]) / seconds["training"],
-            "swap_ms": 1e3 * seconds["swap"],
-            "logp_diff_mean": statistics.fmean(differences) if None not in differences else None,
-        }
-    if counted := _counted(pieces):
-        tokens, each = counted[0]["tokens"], [piece["seconds"] for piece in counted]
-        summary["training_part"] = {
-            "tokens": tokens,
-            "seconds": statistics.median(each),
-            "repeats": len(counted),
-            "spread": spread(each),
-            "tokens_per_s": tokens / statistics.median(each),
-            "peak_gb": max(piece["memory"]["allocated"] for piece in pieces) / GB,
-        }
+    counted = figures["steps"][1:]
+    sequences = result["groups"] * result["generations"]
+    seconds = {name: statistics.median(step["seconds"][name] for step in counted) for name in ("step", *PARTS)}
+    differences = [step["metrics"]["logp_diff_mean"] for step in counted]
     peaks = ("allocated", "reserved", "process")
-    summary["peak_gb"] = {name: max(step["memory"][name] for step in steps) / GB for name in peaks}
-    return summary
-
-
-def _counted(answers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return all answers but the first of each round."""
-    rounds = groupby(answers, key=lambda answer: answer["round"])
-    return [answer for _, of_round in rounds for answer in list(of_round)[1:]]
+    return {
+        "seconds": seconds,
+        "repeats": len(counted),
+        "spread": spread([step["seconds"]["step"] for step in counted]),
+        "rollout_tokens_per_s": sequences * result["completion"] / seconds["rollout"],
+        "training_tokens_per_s": sequences * (result["prompt"] + result["completion"]) / seconds["training"],
+        "swap_ms": 1e3 * seconds["swap"],
+        "logp_diff_mean": statistics.fmean(differences) if None not in differences else None,
+        "peak_gb": {name: max(step["memory"][name] for step in figures["steps"]) / GB for name in peaks},
+    }
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the step, forward and backward alone, and what failed."""
+    """Print a row for each arm, and what failed."""
     from rich.console import Console
-    from rich.markup import escape
 
-    console, summary = Console(width=150), result["summary"]
-    if steps := {arm: figures for arm, figures in summary.items() if "seconds" in figures}:
+    console, summary = Console(width=160), result["summary"]
+    if summary:
         columns = ["seconds\nof a step", "step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s"]
         columns += ["swap\nms", "log p\ndifference", "peak GB,\ntorch", "peak GB,\nprocess"]
-        first = next(iter(steps.values()))["seconds"]["step"]
-        rows = [_step_row(arm, figures, first) for arm, figures in steps.items()]
+        first = next(iter(summary.values()))["seconds"]["step"]
+        rows = [_step_row(arm, figures, first) for arm, figures in summary.items()]
         console.print(table(f"GRPO step: {title(result)}; arms {result['order']}", columns, rows))
-    if parts := {arm: figures["training_part"] for arm, figures in summary.items() if "training_part" in figures}:
-        columns = ["arm", "tokens", "seconds", "tokens/s", "speed", "peak GB, torch"]
-        first = next(iter(parts.values()))["tokens_per_s"]
-        rows = [
-            [
-                arm,
-                f"{part['tokens']:,}",
-                f"{part['seconds']:.3f} {around(part['spread'])}",
-                f"{part['tokens_per_s']:,.0f}",
-                f"{part['tokens_per_s'] / first:.2f}x",
-                f"{part['peak_gb']:.1f}",
-            ]
-            for arm, part in parts.items()
-        ]
-        console.print(table("Forward and backward alone, one packed row", columns, rows))
-    for arm, figures in result["arms"].items():
-        if figures.get("profile"):
-            profile = figures["profile"][0]
-            heading = f"{arm}: {profile['kernels_ms']:.1f} ms of kernels in forward and backward"
-            kernels = profile["kernels"][:SHOWN_KERNELS]
-            rows = [[escape(kernel["name"]), f"{kernel['ms']:.1f}", f"{kernel['calls']:,}"] for kernel in kernels]
-            console.print(table(heading, ["kernel", "ms", "calls"], rows))
     cached_tokens = result["groups"] * result["generations"] * (result["prompt"] + result["completion"])
     show_remarks(console, result["arms"], cached_tokens)
 
@@ -474,29 +464,3 @@ def title(result: Mapping[str, Any]) -> str:
         f"{result['shape']} shapes, {result['groups']} groups of {result['generations']}, {result['prompt']} tokens in "
         f"and {result['completion']} out, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
     )
-
-
-def picture(result: Mapping[str, Any], file: Path) -> bool:
-    """Draw a bar for each arm, made of the parts of a step; return False if there is nothing to draw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import pandas as pd
-
-    seconds = pd.DataFrame({arm: s["seconds"] for arm, s in result["summary"].items() if "seconds" in s}).T
-    if seconds.empty:
-        return False
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.7 * len(seconds)))
-    seconds[list(PARTS)].plot.barh(stacked=True, color=COLORS, width=0.8, ax=axis)
-    ends = seconds[list(PARTS)].sum(axis=1)
-    for row, (end, step) in enumerate(zip(ends, seconds["step"], strict=True)):
-        axis.text(end, row, f" {step:.3g} s, {seconds['step'].iloc[0] / step:.2f}x", va="center", fontsize=9)
-    axis.set_xlim(0, 1.18 * max(ends))
-    axis.invert_yaxis()
-    axis.set_xlabel("seconds of a GRPO step")
-    axis.set_title(title(result), fontsize=9)
-    axis.legend(ncols=len(PARTS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
-    figure.savefig(file, dpi=110, bbox_inches="tight")
-    plt.close(figure)
-    return True

@@ -1,16 +1,18 @@
-"""Time one arm of ``qerl bench train`` in a process of its own: GRPO steps, then forward and backward alone.
+"""Time one arm of ``qerl bench train`` in a process of its own.
 
-The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps. This module is also the
-plugin that offers the recipe's data set, reward and engine under the name ``bench``.
+The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps, but for the engine of
+arm ``fp8_rollout``, which takes over merged weights. This module is also the plugin that offers the recipe's data set,
+reward and engines.
 """
 
 import json
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.machine.environment import prepare
 
@@ -22,17 +24,21 @@ from transformers import TrainerCallback
 
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.arms import answer
-from qerl_recipes.bench.train import NAME, Request
+from qerl_recipes.bench.rollout_arm import FP8
+from qerl_recipes.bench.train import FP8_ENGINE, NAME, Request
 from qerl_recipes.hooks import DatasetLoader, RewardFactory, StartEngine, get_plugin_manager, implementation
 from qerl_recipes.machine.gpu import Gpu, this_gpu, used_bytes
 from qerl_recipes.memory import plan as memory_plan
 from qerl_recipes.memory.table import explained
-from qerl_recipes.recipe.configs import PACK_TOKENS, parse
+from qerl_recipes.recipe.configs import parse
 from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
 
-MOST_KERNELS = 20
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftModel
+
 FROM_METRICS = ("logp_diff_mean", "logp_diff_max", "loss", "grad_norm", "reward", "packed_share")
 
 
@@ -103,12 +109,57 @@ class TimedRollouts(VLLMRollouts):
         self.sleep_seconds += now() - began
 
 
+class FP8Rollouts(VLLMRollouts):
+    """Sample from FP8 weights that vLLM makes anew, at every sync, of the trainer's BF16 weights with the adapter.
+
+    Both weights and activations are FP8, with a scale per output channel and per token. This is how FlashRL rolls out
+    (https://github.com/yaof20/Flash-RL); here vLLM's own ``reload_weights`` quantizes one layer at a time, in place.
+    """
+
+    model: "PeftModel"  # the trainer's; ``begin`` sets it once it is built
+
+    def sync_weights(self) -> None:
+        """Give the engine all weights of the policy.
+
+        Raises RuntimeError if keys and values of the policy before stay in its prefix cache.
+        """
+        self._wake()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(self.model)})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the engine kept its prefix cache, whose keys and values are of the policy before")
+
+    def _options(self, *arguments: Any) -> dict[str, Any]:
+        """Return the options of the bf16 arm, with FP8 in place of LoRA slots."""
+        options = {key: value for key, value in super()._options(*arguments).items() if "lora" not in key}
+        return {**options, "quantization": FP8}
+
+
+@torch.no_grad()
+def merged_weights(model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each weight of the base under its checkpoint's name, with the adapter added as PEFT merges it.
+
+    One merged weight exists at a time, and the model stays as it is.
+    """
+    base = model.get_base_model()
+    for name, parameter in base.named_parameters():
+        layer, is_adapted, leaf = name.partition(".base_layer.")
+        if is_adapted and leaf == "weight":
+            delta = base.get_submodule(layer).get_delta_weight(model.active_adapter)
+            yield f"{layer}.weight", (parameter + delta).to(parameter.dtype)
+        elif ".lora_" not in name:
+            yield name.replace(".base_layer", ""), parameter
+
+
+class TimedFP8Rollouts(TimedRollouts, FP8Rollouts):
+    """Run and time the rollout engine of arm ``fp8_rollout``."""
+
+
 class TimedSteps(TrainerCallback):
     """Add to ``answers``, for each step, how long its parts took and how much memory it held."""
 
     def __init__(self, trainer: Any, expected_tokens: int, answers: list[dict[str, Any]]) -> None:
         self.trainer, self.expected_tokens, self.answers = trainer, expected_tokens, answers
-        self.engine: TimedRollouts = trainer.vllm_generation
+        self.engine = trainer.vllm_generation
         self.training_began: float | None = None
         trainer.model.register_forward_pre_hook(self._before_forward)
 
@@ -117,10 +168,25 @@ class TimedSteps(TrainerCallback):
             self.engine.memory.look()
             self.training_began = now()
 
+    def reset(self) -> None:
+        """Set the time of each part of a rollout back to 0."""
+        self.engine.swap_seconds = self.engine.sleep_seconds = 0.0
+
+    def rollout_parts(self) -> dict[str, float]:
+        """Return the seconds of each part of this step's rollout."""
+        engine = self.engine
+        own = {"rollout": engine.seconds, "swap": engine.swap_seconds, "sleep": engine.sleep_seconds}
+        return {**own, "scoring": self.trainer.rollout_seconds - sum(own.values())}
+
+    def metrics(self, output_dir: str) -> dict[str, float | None]:
+        """Return what the trainer's own recorder has written of this step before."""
+        record = json.loads(Path(output_dir, "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        return {name: record[name] for name in FROM_METRICS if name in record}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.engine.memory.begin()
         self.training_began = None
-        self.engine.swap_seconds = self.engine.sleep_seconds = 0.0
+        self.reset()
         self.began = now()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -131,120 +197,61 @@ class TimedSteps(TrainerCallback):
         self.training_seconds = now() - self.training_began
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step; the trainer's own recorder has written its metrics before."""
-        step = now() - self.began
-        engine, generation = self.engine, self.trainer.rollout_seconds
+        """Record the step. Raises RuntimeError if the engine did not generate the expected number of tokens."""
+        step, engine = now() - self.began, self.engine
         if engine.tokens != self.expected_tokens:
             raise RuntimeError(
                 f"the engine generated {engine.tokens} tokens and not {self.expected_tokens}: the arms would not do "
                 "the same work; leave out flags that let completions end early"
             )
-        parts = {
-            "rollout": engine.seconds,
-            "scoring": generation - engine.seconds - engine.swap_seconds - engine.sleep_seconds,
-            "training": self.training_seconds,
-            "swap": engine.swap_seconds,
-            "sleep": engine.sleep_seconds,
-        }
+        parts = {**self.rollout_parts(), "training": self.training_seconds}
         seconds = {"step": step, **parts, "rest": step - sum(parts.values())}
-        lines = Path(args.output_dir, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        record = json.loads(lines[-1])
-        metrics = {name: record[name] for name in FROM_METRICS if name in record}
+        metrics = self.metrics(args.output_dir)
         self.answers.append({"seconds": seconds, "memory": engine.memory.report(), "metrics": metrics})
 
 
-class TrainingPart:
-    """Let the trainer compute forward and backward of one packed row of random sequences, all of different prompts."""
-
-    def __init__(self, trainer: Any) -> None:
-        args, model = trainer.args, trainer.model
-        completion, length = args.max_completion_length, args.vllm_max_model_length
-        # no more than a step computes at a time: the memory plan has kept as many activations as those leave room for
-        rows = max(1, min((args.pack_tokens or PACK_TOKENS) // length, args.per_device_train_batch_size))
-        prompt = length - completion
-        generator = torch.Generator().manual_seed(args.seed)
-        vocabulary = model.config.vocab_size
-        ids = torch.randint(2, vocabulary, (rows, prompt + completion), generator=generator).to(model.device)
-        everything = torch.ones_like(ids)
-        self.trainer, self.tokens = trainer, ids.numel()
-        self.inputs = {
-            "prompt_ids": ids[:, :prompt],
-            "prompt_mask": everything[:, :prompt],
-            "completion_ids": ids[:, prompt:],
-            "completion_mask": everything[:, prompt:],
-            "advantages": torch.randn(rows, generator=generator).to(model.device),
-            "importance_sampling_ratio": torch.ones(rows, completion, device=model.device),
-            "sampling_per_token_logps": torch.zeros(rows, completion, device=model.device),
-            "num_items_in_batch": everything[:, prompt:].sum(),
-        }
-
-    def measure(self) -> dict[str, Any]:
-        """Compute the row once; return seconds, tokens and torch's peak of memory."""
-        trainer, memory = self.trainer, Memory()
-        trainer.model.train()
-        began = now()
-        loss = trainer.compute_loss(trainer.model_wrapped, self.inputs)
-        trainer.accelerator.backward(loss)
-        seconds = now() - began
-        report = memory.report()
-        trainer.model.zero_grad(set_to_none=True)
-        return {"seconds": seconds, "tokens": self.tokens, "memory": report}
-
-    def profile(self) -> dict[str, Any]:
-        """Compute the row once under the profiler, which slows it down.
-
-        Return the kernels that took longest (on a CPU: operators), and the milliseconds of all kernels.
-        """
-        on_gpu = torch.cuda.is_available()
-        activity = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profiler:
-            measured = self.measure()
-        kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        kernels = [
-            {"name": event.key, "ms": getattr(event, kind) / 1e3, "calls": event.count}
-            for event in profiler.key_averages()
-        ]
-        kernels.sort(key=lambda kernel: -kernel["ms"])
-        total = sum(kernel["ms"] for kernel in kernels)
-        return {"kernels": kernels[:MOST_KERNELS], "kernels_ms": total, "memory": measured["memory"]}
+# builds the trainer of a request, and returns it with its timer and the context in which it trains
+Begin = Callable[[Request], tuple[Any, type[TimedSteps], AbstractContextManager[None]]]
 
 
-def measure(fields: Mapping[str, Any], figures: dict[str, Any]) -> None:
-    """Load, make the steps, then measure forward and backward alone; fill ``figures`` as they come."""
+def begin(request: Request) -> tuple[Any, type[TimedSteps], AbstractContextManager[None]]:
+    """Build the trainer of ``qerl train``."""
+    get_plugin_manager().register(sys.modules[__name__])
+    settings = parse(request.flags)
+    output_dir = settings[1].output_dir
+    checked = preflight.make(*settings)
+    gpu = this_gpu()
+    if gpu is not None:
+        gpu = Gpu(request.memory or gpu.memory, gpu.is_hopper)
+    plan = None if gpu is None else memory_plan.make(*settings, gpu=gpu)
+    with explained(plan, output_dir):
+        trainer = train.build(checked)
+    if isinstance(trainer.vllm_generation, FP8Rollouts):
+        trainer.vllm_generation.model = trainer.accelerator.unwrap_model(trainer.model)
+    return trainer, TimedSteps, explained(plan, output_dir, trainer)
+
+
+def measure(fields: Mapping[str, Any], figures: dict[str, Any], begin: Begin = begin) -> None:
+    """Load and make the steps; fill ``figures`` as they come."""
     request = Request(**fields)
     if torch.cuda.is_available():
         Memory.others = used_bytes()
     began = time.perf_counter()
-    get_plugin_manager().register(sys.modules[__name__])
-    settings = parse(request.flags)
-    training = settings[1]
     if not Path(request.base, "config.json").is_file():
         device = "cuda" if torch.cuda.is_available() else "cpu"
         random_model.write(request.base, request.config, packed=request.packed, seed=request.seed, device=device)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     written = time.perf_counter()
-    checked = preflight.make(*settings)
-    gpu = this_gpu()
-    if gpu is not None:
-        gpu = Gpu(request.memory or gpu.memory, gpu.is_hopper)
-    plan = None if gpu is None else memory_plan.make(*settings, gpu=gpu)
-    with explained(plan, training.output_dir):
-        trainer = train.build(checked)
-    figures |= {"steps": [], "training_part": [], "profile": []}
-    expected = training.generation_batch_size * training.max_completion_length
-    trainer.add_callback(TimedSteps(trainer, expected, figures["steps"]))
-    assert isinstance(trainer.vllm_generation, TimedRollouts)
+    trainer, timer, context = begin(request)
+    figures["steps"] = []
+    args = trainer.args
+    trainer.add_callback(timer(trainer, args.generation_batch_size * args.max_completion_length, figures["steps"]))
     cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
     figures["load_seconds"] = {"checkpoint": written - began, "engine and trainer": time.perf_counter() - written}
     figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
-    with explained(plan, training.output_dir, trainer):
+    with context:
         trainer.train()
-        part = TrainingPart(trainer)
-        for _ in range(request.training_part):
-            figures["training_part"].append(part.measure())
-        for _ in range(request.profile):
-            figures["profile"].append(part.profile())
 
 
 def random_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -257,22 +264,23 @@ def qerl_rewards() -> Mapping[str, RewardFactory]:
     return {NAME: lambda script: random_reward}
 
 
+def random_prompts(count: int, length: int, seed: int) -> "Dataset":
+    """Return ``count`` prompts of ``length`` random characters, each of which is a token."""
+    from datasets import Dataset
+
+    draw = random.Random(seed)
+    texts = ["".join(draw.choices(random_model.CHARACTERS, k=length)) for _ in range(count)]
+    return Dataset.from_dict({"prompt": texts})
+
+
 @implementation
 def qerl_datasets() -> Mapping[str, DatasetLoader]:
-    def prompts(script: Any) -> tuple[Any, None]:
-        from datasets import Dataset
-
-        options = dict(script.dataset_kwargs)
-        draw = random.Random(options["seed"])
-        texts = ["".join(draw.choices(random_model.CHARACTERS, k=options["length"])) for _ in range(options["count"])]
-        return Dataset.from_dict({"prompt": texts}), None
-
-    return {NAME: prompts}
+    return {NAME: lambda script: (random_prompts(**script.dataset_kwargs), None)}
 
 
 @implementation
 def qerl_rollout_engines() -> Mapping[str, StartEngine]:
-    return {NAME: TimedRollouts}
+    return {NAME: TimedRollouts, FP8_ENGINE: TimedFP8Rollouts}
 
 
 if __name__ == "__main__":

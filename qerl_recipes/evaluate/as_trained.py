@@ -98,6 +98,14 @@ def acting(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: recipe[key] for key in ACTING if recipe.get(key)} if acts else {}
 
 
+def acts_as_in(task: str, recipe: Mapping[str, Any]) -> bool:
+    """Return True if the policy acts in ``task`` as in the run: with its tools, for its rewards."""
+    trained, named = recipe.get("environments"), task.partition(":")[2]
+    if task == TOOLS:
+        return bool(recipe.get("tools")) and not trained
+    return task.startswith(ENVIRONMENT) and (named in trained if isinstance(trained, dict) else named == trained)
+
+
 def without_actions(tasks: Sequence[str], recipe: Mapping[str, Any]) -> list[str]:
     """Return a text if the policy may act in training and not in some of ``tasks``."""
     names = ", ".join(name for name in tasks if not has_episodes(name))

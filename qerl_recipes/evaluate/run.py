@@ -391,20 +391,23 @@ def start(engine: EngineSettings) -> "LLM":
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    from qerl_vllm_plugin.compat.engine import start_in_this_process
+
     if engine.quantization == "nf4" and not current_platform.is_cuda():
         raise ValueError("quantization=nf4 (bitsandbytes) needs a CUDA GPU; on this machine use qerl_nvfp4 or bf16")
-    return LLM(
-        model=str(engine.folder),
-        dtype=engine.dtype,
-        max_model_len=engine.max_model_length,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
-        disable_log_stats=True,
-        seed=0,
-        **({} if current_platform.is_cuda() else engine_on_cpu(str(engine.folder))),
-        **engine_options(engine.quantization, engine.rank, read_config(engine.folder)),
-    )
+    with start_in_this_process():
+        return LLM(
+            model=str(engine.folder),
+            dtype=engine.dtype,
+            max_model_len=engine.max_model_length,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+            disable_log_stats=True,
+            seed=0,
+            **({} if current_platform.is_cuda() else engine_on_cpu(str(engine.folder))),
+            **engine_options(engine.quantization, engine.rank, read_config(engine.folder)),
+        )
 
 
 def close(llm: "LLM") -> None:

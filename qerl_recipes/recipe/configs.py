@@ -22,6 +22,7 @@ from qerl_recipes.recipe.file import (
     ConfigError,
     RecipeParser,
     defaults_from_yaml,
+    key,
     read_yaml,
     translate_flags,
     up_to_date,
@@ -53,84 +54,59 @@ class ScriptArguments(trl.ScriptArguments):
     Names and defaults are Open-R1's where it has them.
     """
 
-    dataset_mixture: dict | str | None = field(
-        default=None, metadata={"help": "Open-R1's mixture: {datasets: [{id, config, split, columns, weight}], seed}."}
+    dataset_mixture: dict | str | None = key(
+        None, "Open-R1's mixture: {datasets: [{id, config, split, columns, weight}], seed}."
     )
-    dataset_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Options of a generated data set, such as {min_terms: 3} of reasoning_gym."}
+    dataset_kwargs: dict | str | None = key(
+        None, "Options of a generated data set, such as {min_terms: 3} of reasoning_gym."
     )
-    dataset_size: int | None = field(default=None, metadata={"help": "Number of training problems; None is all."})
-    dataset_seed: int = field(default=0, metadata={"help": "Seed of a generated data set and of dataset_size."})
-    dataset_prompt_column: str | None = field(
-        default=None, metadata={"help": "Column with the prompt; None is the data set's own, or prompt."}
+    dataset_size: int | None = key(None, "Number of training problems; None is all.")
+    dataset_seed: int = key(0, "Seed of a generated data set and of dataset_size.")
+    dataset_prompt_column: str | None = key(None, "Column with the prompt; None is the data set's own, or prompt.")
+    max_prompt_length: int | None = key(None, "Prompts with more tokens are left out (TRL no longer truncates them).")
+    system_prompt: str | None = key(None, 'System message before every prompt; "" is none.')
+    adapter_name_or_path: str | None = key(None, "Folder of an existing adapter to continue from.")
+    reward_funcs: list[str] = key(
+        ["accuracy", "format", "tag_count"],
+        "Rewards by name (built in or from a plugin) or by dotted path, such as my_package.reward. With "
+        "environments the default is none.",
     )
-    max_prompt_length: int | None = field(
-        default=None, metadata={"help": "Prompts with more tokens are left out (TRL no longer truncates them)."}
+    cosine_min_value_wrong: float = key(0.0, "cosine: wrong, shortest.")
+    cosine_max_value_wrong: float = key(-0.5, "cosine: wrong, longest.")
+    cosine_min_value_correct: float = key(0.5, "cosine: correct, longest.")
+    cosine_max_value_correct: float = key(1.0, "cosine: correct, shortest.")
+    cosine_max_len: int = key(1000, "cosine: length, in characters, of the longest.")
+    repetition_n_grams: int = key(3, "repetition_penalty: words in an n-gram.")
+    repetition_max_penalty: float = key(-1.0, "repetition_penalty: lowest reward, <= 0.")
+    max_completion_len: int = key(16384, "soft_overlong_punishment: tokens allowed.")
+    soft_punish_cache: int = key(4096, "soft_overlong_punishment: tokens of the slope.")
+    code_language: str = key("python", "code_format: language of the code block.")
+    code_provider: str = key(
+        "e2b",
+        "code, binary_code: where programs run. local is this machine, with limits that are no isolation.",
+        choices=("e2b", "morph", "piston", "local"),
     )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": 'System message before every prompt; "" is none.'}
+    e2b_router_url: str | None = key(None, "code_provider e2b: HOST:PORT of a router.")
+    morph_router_url: str | None = key(None, "code_provider morph: HOST:PORT of a router.")
+    parallel_code_exec_per_proc: int = key(2, "code, binary_code: programs that run at a time, for each process.")
+    code_eval_scoring_mode: str = key(
+        "weighted_sum", "cf_code: what passed tests give.", choices=("pass_fail", "partial", "weighted_sum")
     )
-    adapter_name_or_path: str | None = field(
-        default=None, metadata={"help": "Folder of an existing adapter to continue from."}
+    code_eval_test_batch_size: int = key(1, "cf_code, ioi_code: tests of a program that run at a time; -1 is all.")
+    ioi_provider: str = key("piston", "ioi_code: where programs run.")
+    tools: list[str] = key([], "Functions that completions may call, by name or by dotted path (my_package.multiply).")
+    environments: dict | str | None = key(
+        None,
+        "An environment by name or by dotted path, such as my_package.Wordle or my_package:Wordle; or a "
+        "mapping {NAME: one of these}, whose NAMEs a column environment of the data names. Its methods are tools.",
     )
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["accuracy", "format", "tag_count"],
-        metadata={
-            "help": "Rewards by name (built in or from a plugin) or by dotted path, such as my_package.reward. With "
-            "environments the default is none."
-        },
+    environment_kwargs: dict | str | None = key(
+        None, "Arguments of the environment's class; with a mapping, {NAME: arguments}."
     )
-    cosine_min_value_wrong: float = field(default=0.0, metadata={"help": "cosine: wrong, shortest."})
-    cosine_max_value_wrong: float = field(default=-0.5, metadata={"help": "cosine: wrong, longest."})
-    cosine_min_value_correct: float = field(default=0.5, metadata={"help": "cosine: correct, longest."})
-    cosine_max_value_correct: float = field(default=1.0, metadata={"help": "cosine: correct, shortest."})
-    cosine_max_len: int = field(default=1000, metadata={"help": "cosine: length, in characters, of the longest."})
-    repetition_n_grams: int = field(default=3, metadata={"help": "repetition_penalty: words in an n-gram."})
-    repetition_max_penalty: float = field(default=-1.0, metadata={"help": "repetition_penalty: lowest reward, <= 0."})
-    max_completion_len: int = field(default=16384, metadata={"help": "soft_overlong_punishment: tokens allowed."})
-    soft_punish_cache: int = field(default=4096, metadata={"help": "soft_overlong_punishment: tokens of the slope."})
-    code_language: str = field(default="python", metadata={"help": "code_format: language of the code block."})
-    code_provider: str = field(
-        default="e2b",
-        metadata={
-            "help": "code, binary_code: where programs run. local is this machine, with limits that are no isolation.",
-            "choices": ("e2b", "morph", "piston", "local"),
-        },
+    environment_python: str | None = key(
+        None, "Interpreter in which environments run, such as VENV/bin/python; None is the trainer's own."
     )
-    e2b_router_url: str | None = field(default=None, metadata={"help": "code_provider e2b: HOST:PORT of a router."})
-    morph_router_url: str | None = field(default=None, metadata={"help": "code_provider morph: HOST:PORT of a router."})
-    parallel_code_exec_per_proc: int = field(
-        default=2, metadata={"help": "code, binary_code: programs that run at a time, for each process."}
-    )
-    code_eval_scoring_mode: str = field(
-        default="weighted_sum",
-        metadata={"help": "cf_code: what passed tests give.", "choices": ("pass_fail", "partial", "weighted_sum")},
-    )
-    code_eval_test_batch_size: int = field(
-        default=1, metadata={"help": "cf_code, ioi_code: tests of a program that run at a time; -1 is all."}
-    )
-    ioi_provider: str = field(default="piston", metadata={"help": "ioi_code: where programs run."})
-    tools: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Functions that completions may call, by name or by dotted path (my_package.multiply)."},
-    )
-    environments: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "An environment by name or by dotted path, such as my_package.Wordle or my_package:Wordle; or a "
-            "mapping {NAME: one of these}, whose NAMEs a column environment of the data names. Its methods are tools."
-        },
-    )
-    environment_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Arguments of the environment's class; with a mapping, {NAME: arguments}."}
-    )
-    environment_python: str | None = field(
-        default=None,
-        metadata={"help": "Interpreter in which environments run, such as VENV/bin/python; None is the trainer's own."},
-    )
-    rollout_func: str | None = field(
-        default=None, metadata={"help": "TRL's rollout_func(prompts, trainer) in place of the engine, by dotted path."}
-    )
+    rollout_func: str | None = key(None, "TRL's rollout_func(prompts, trainer) in place of the engine, by dotted path.")
     refused: list[str] = field(default_factory=list, init=False)  # set by parse: refusals of keys that are no fields
     is_without_gpu: bool = field(default=False, init=False)  # set by parse: did the machine decide use_cpu?
 
@@ -142,8 +118,13 @@ class ScriptArguments(trl.ScriptArguments):
         self.environment_kwargs = _mapping("environment_kwargs", self.environment_kwargs)
         self.system_prompt = self.system_prompt or None  # so that the flag --system_prompt "" removes a recipe's
         for name in ("dataset_size", "max_prompt_length"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}; leave it out for no limit")
+            _refuse_below_1(self, name, "leave it out for no limit")
+
+
+def _refuse_below_1(arguments: Any, name: str, way_out: str) -> None:
+    """Raise ConfigError if the number that ``arguments`` have for the key ``name`` is neither None nor at least 1."""
+    if (value := getattr(arguments, name)) is not None and value < 1:
+        raise ConfigError(f"{name} must be at least 1, not {value}; {way_out}")
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any] | None:
@@ -185,138 +166,107 @@ class GRPOConfig(trl.GRPOConfig):
 
     _VALID_DICT_FIELDS = (*trl.GRPOConfig._VALID_DICT_FIELDS, "response_template")
 
-    quantization: str = field(
-        default="qerl_nvfp4",
-        metadata={"help": "Base-weight format: qerl_nvfp4, nf4 (QLoRA) or bf16.", "choices": QUANTIZATIONS},
+    quantization: str = key("qerl_nvfp4", "Base-weight format: qerl_nvfp4, nf4 (QLoRA) or bf16.", choices=QUANTIZATIONS)
+    share_weights: bool | None = key(
+        None,
+        "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
+        "Default: wherever it can be done (engines on one GPU each). true: refuse to run "
+        "without; false: keep two.",
     )
-    share_weights: bool | None = field(
-        default=None,
-        metadata={
-            "help": "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
-            "Default: wherever it can be done (engines on one GPU each). true: refuse to run "
-            "without; false: keep two."
-        },
+    train_norms: bool = key(False, "Train the RMSNorm weights too.")
+    noise_mode: str | None = key(
+        None,
+        "Where the noise is: none; engine (the paper's: noise in the engine, no importance correction); "
+        "engine_is (the same with importance correction); both (the same noise in engine and trainer). Default: "
+        "both where sigmas are given, else none.",
+        choices=NOISE_MODES,
     )
-    train_norms: bool = field(default=False, metadata={"help": "Train the RMSNorm weights too."})
-    noise_mode: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where the noise is: none; engine (the paper's: noise in the engine, no importance correction); "
-            "engine_is (the same with importance correction); both (the same noise in engine and trainer). Default: "
-            "both where sigmas are given, else none.",
-            "choices": NOISE_MODES,
-        },
+    sigma_start: float | None = key(None, f"First sigma; {SIGMA_START} with noise.")
+    sigma_end: float | None = key(None, f"Last sigma; {SIGMA_END} with noise.")
+    num_stages: int | None = key(None, f"Stages of the schedule; {NUM_STAGES} with noise.")
+    noise_schedule: str = key("exponential", "Schedule by name, from a plugin or built in.")
+    noise_seed: int | None = key(None, "Seed of the noise; None is seed.")
+    noise_targets: list[str] = key(
+        ["input_layernorm", "post_attention_layernorm"], "Modules whose RMSNorm weights carry the noise."
     )
-    sigma_start: float | None = field(default=None, metadata={"help": f"First sigma; {SIGMA_START} with noise."})
-    sigma_end: float | None = field(default=None, metadata={"help": f"Last sigma; {SIGMA_END} with noise."})
-    num_stages: int | None = field(default=None, metadata={"help": f"Stages of the schedule; {NUM_STAGES} with noise."})
-    noise_schedule: str = field(
-        default="exponential", metadata={"help": "Schedule by name, from a plugin or built in."}
+    dynamic_sampling: bool = key(False, "DAPO: replace groups in which all rewards are equal by fresh prompts.")
+    dynamic_sampling_metric: str | None = key(
+        None,
+        "The reward by which dynamic_sampling tells groups that teach nothing, as in rewards/NAME/mean, or "
+        "total, the weighted sum. Default: accuracy where it is one of reward_funcs, else total.",
     )
-    noise_seed: int | None = field(default=None, metadata={"help": "Seed of the noise; None is seed."})
-    noise_targets: list[str] = field(
-        default_factory=lambda: ["input_layernorm", "post_attention_layernorm"],
-        metadata={"help": "Modules whose RMSNorm weights carry the noise."},
+    dynamic_sampling_max_rounds: int = key(3, "Rounds of fresh prompts a step, at most.")
+    pack_tokens: int | None = key(
+        None,
+        "Training runs on rows of real tokens, of at most this many (a longer sequence has a row of its "
+        "own): no padding, and a prompt shared by several completions of a row is computed once. Each row is a "
+        "micro-batch with a backward of its own, unless per_device_train_batch_size or gradient_accumulation_steps "
+        f"cuts the step into micro-batches. Default, -1: as many as the memory plan leaves room for on this GPU, "
+        f"at most {PACK_TOKENS}; {FAST_TOKENS} on a CPU, and {PACK_TOKENS} with one of the two keys. 0: TRL's "
+        "padded batches.",
     )
-    dynamic_sampling: bool = field(
-        default=False, metadata={"help": "DAPO: replace groups in which all rewards are equal by fresh prompts."}
+    # TRL's three keys of batch sizes are None until __post_init__ has filled them in
+    per_device_train_batch_size: int = key(
+        None,
+        "Completions of a micro-batch, as in TRL. Without it and gradient_accumulation_steps, "
+        "generation_batch_size says how many completions a rollout has, and pack_tokens cuts a step.",
     )
-    dynamic_sampling_metric: str | None = field(
-        default=None,
-        metadata={
-            "help": "The reward by which dynamic_sampling tells groups that teach nothing, as in rewards/NAME/mean, or "
-            "total, the weighted sum. Default: accuracy where it is one of reward_funcs, else total."
-        },
+    gradient_accumulation_steps: int = key(
+        None, "Micro-batches of a step, as in TRL: 1 if only per_device_train_batch_size is set."
     )
-    dynamic_sampling_max_rounds: int = field(default=3, metadata={"help": "Rounds of fresh prompts a step, at most."})
-    pack_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Training runs on rows of real tokens, of at most this many (a longer sequence has a row of its "
-            "own): no padding, and a prompt shared by several completions of a row is computed once. Each row is a "
-            "micro-batch with a backward of its own, unless per_device_train_batch_size or gradient_accumulation_steps "
-            f"cuts the step into micro-batches. Default, -1: as many as the memory plan leaves room for on this GPU, "
-            f"at most {PACK_TOKENS}; {FAST_TOKENS} on a CPU, and {PACK_TOKENS} with one of the two keys. 0: TRL's "
-            "padded batches."
-        },
-    )
-    per_device_train_batch_size: int = field(
-        default=None,  # type: ignore[assignment]  # set in __post_init__
-        metadata={
-            "help": "Completions of a micro-batch, as in TRL. Without it and gradient_accumulation_steps, "
-            "generation_batch_size says how many completions a rollout has, and pack_tokens cuts a step."
-        },
-    )
-    gradient_accumulation_steps: int = field(
-        default=None,  # type: ignore[assignment]  # set in __post_init__
-        metadata={"help": "Micro-batches of a step, as in TRL: 1 if only per_device_train_batch_size is set."},
-    )
-    steps_per_generation: int = field(
-        default=None,  # type: ignore[assignment]  # set in __post_init__
-        metadata={
-            "help": "Optimizer steps that a rollout serves, 1 by default. With per_device_train_batch_size or "
-            "gradient_accumulation_steps it is TRL's: the micro-batches of a rollout."
-        },
+    steps_per_generation: int = key(
+        None,
+        "Optimizer steps that a rollout serves, 1 by default. With per_device_train_batch_size or "
+        "gradient_accumulation_steps it is TRL's: the micro-batches of a rollout.",
     )
     splits_by_tokens: bool = field(default=False, init=False)  # is each packed row a micro-batch of its own?
-    skip_zero_advantage: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
-            "forward and backward, for they have no gradient. By default where nothing else depends on them (beta 0, "
-            "no entropy term, packed rows); entropy, log-probability difference and importance in the metrics are "
-            "then of the completions that are computed: one in a micro-batch in which all advantages are 0. "
-            "frac_zero_advantage is the share left out. false: compute them all."
-        },
+    skip_zero_advantage: bool | None = key(
+        None,
+        "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
+        "forward and backward, for they have no gradient. By default where nothing else depends on them (beta 0, "
+        "no entropy term, packed rows); entropy, log-probability difference and importance in the metrics are "
+        "then of the completions that are computed: one in a micro-batch in which all advantages are 0. "
+        "frac_zero_advantage is the share left out. false: compute them all.",
     )
-    recompute_layers: int | None = field(
-        default=None,
-        metadata={
-            "help": "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the "
-            "backward computes the activations anew. Fewer are faster and take more memory (`qerl doctor --recipe` "
-            "says how much). Default, -1: in as few as the memory plan leaves room for on this GPU; on a CPU in all."
-        },
+    recompute_layers: int | None = key(
+        None,
+        "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the "
+        "backward computes the activations anew. Fewer are faster and take more memory (`qerl doctor --recipe` "
+        "says how much). Default, -1: in as few as the memory plan leaves room for on this GPU; on a CPU in all.",
     )
-    vllm_kv_cache_memory_bytes: int | None = field(
-        default=None,
-        metadata={
-            "help": "Size of the engine's KV cache in bytes, vLLM's kv_cache_memory_bytes: nothing is measured, and "
-            "vllm_gpu_memory_utilization has no effect. For several runs on one GPU, where vLLM's measuring would "
-            "take another run's memory for its own. None: the rest of vllm_gpu_memory_utilization."
-        },
+    vllm_kv_cache_memory_bytes: int | None = key(
+        None,
+        "Size of the engine's KV cache in bytes, vLLM's kv_cache_memory_bytes: nothing is measured, and "
+        "vllm_gpu_memory_utilization has no effect. For several runs on one GPU, where vLLM's measuring would "
+        "take another run's memory for its own. None: the rest of vllm_gpu_memory_utilization.",
     )
-    rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
-    max_tool_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens of what one call of a tool returns; the rest is cut off. None: a text that does not "
-            "fit ends the episode, as in TRL."
-        },
+    rollout_engine: str = key("vllm", "Rollout engine by name, from a plugin or built in.")
+    max_tool_tokens: int | None = key(
+        None,
+        "Most tokens of what one call of a tool returns; the rest is cut off. None: a text that does not "
+        "fit ends the episode, as in TRL.",
     )
-    max_tool_seconds: float | None = field(
-        default=60.0,
-        metadata={"help": "Seconds after which a tool is stopped; the policy reads that it was. None: no limit."},
+    max_tool_seconds: float | None = key(
+        60.0, "Seconds after which a tool is stopped; the policy reads that it was. None: no limit."
     )
-    chat_template: str | None = field(
-        default=None, metadata={"help": "Chat template in place of the model's: Jinja text or a file."}
+    chat_template: str | None = key(None, "Chat template in place of the model's: Jinja text or a file.")
+    response_template: dict | str | None = key(
+        None,
+        "transformers' response_template, which finds tool calls in a completion. None is TRL's for "
+        "the chat template, or the tokenizer's own.",
     )
-    response_template: dict | str | None = field(
-        default=None,
-        metadata={"help": "transformers' response_template, which finds tool calls in a completion. None is TRL's for "
-                  "the chat template, or the tokenizer's own."},
-    )  # fmt: skip
-    wandb_entity: str | None = field(default=None, metadata={"help": "Weights & Biases entity."})
-    wandb_project: str | None = field(default=None, metadata={"help": "Weights & Biases project."})
-    wandb_run_group: str | None = field(default=None, metadata={"help": "Weights & Biases group."})
+    wandb_entity: str | None = key(None, "Weights & Biases entity.")
+    wandb_project: str | None = key(None, "Weights & Biases project.")
+    wandb_run_group: str | None = key(None, "Weights & Biases group.")
 
-    use_vllm: bool = field(default=True, metadata={"help": "Rollouts always come from vLLM."})
-    vllm_importance_sampling_correction: bool | None = field(
-        default=None, metadata={"help": "Importance correction; None is on, except in noise mode engine."}
+    use_vllm: bool = key(True, "Rollouts always come from vLLM.")
+    vllm_importance_sampling_correction: bool | None = key(
+        None, "Importance correction; None is on, except in noise mode engine."
     )
-    vllm_importance_sampling_mode: str = field(
-        default="token_truncate", metadata={"help": "TRL's default is sequence_mask, which drops long answers."}
+    vllm_importance_sampling_mode: str = key(
+        "token_truncate", "TRL's default is sequence_mask, which drops long answers."
     )
-    vllm_importance_sampling_clip_max: float | None = field(default=2.0, metadata={"help": "TRL's default is 3."})
+    vllm_importance_sampling_clip_max: float | None = key(2.0, "TRL's default is 3.")
 
     def __post_init__(self) -> None:
         if self.quantization not in QUANTIZATIONS:
@@ -326,13 +276,8 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(
                 f"dynamic_sampling_metric: {self.dynamic_sampling_metric} has no effect without dynamic_sampling: true"
             )
-        if self.dynamic_sampling_max_rounds < 1:
-            raise ConfigError(
-                f"dynamic_sampling_max_rounds must be at least 1, not {self.dynamic_sampling_max_rounds}; "
-                "to go without, use dynamic_sampling: false"
-            )
-        if (cache := self.vllm_kv_cache_memory_bytes) is not None and cache < 1:
-            raise ConfigError(f"vllm_kv_cache_memory_bytes must be at least 1, not {cache}; leave it out to measure")
+        _refuse_below_1(self, "dynamic_sampling_max_rounds", "to go without, use dynamic_sampling: false")
+        _refuse_below_1(self, "vllm_kv_cache_memory_bytes", "leave it out to measure")
         self._check_checkpointing()
         if self.chat_template is not None:
             try:
@@ -500,8 +445,7 @@ class GRPOConfig(trl.GRPOConfig):
                     f"the noise is annealed from sigma_start to sigma_end: 0 < sigma_end <= sigma_start, "
                     f"not {self.sigma_end} and {self.sigma_start}; for no noise use noise_mode: none"
                 )
-            if self.num_stages < 1:
-                raise ConfigError(f"num_stages must be at least 1, not {self.num_stages}")
+            _refuse_below_1(self, "num_stages", "for no noise use noise_mode: none")
         if self.noise_seed is None:
             self.noise_seed = self.seed
         uncorrected = self.noise_mode == "engine"
@@ -520,20 +464,19 @@ class GRPOConfig(trl.GRPOConfig):
 class ModelConfig(trl.ModelConfig):
     """Describe the policy: a frozen base checkpoint and the LoRA adapter on it."""
 
-    dtype: str | None = field(
-        default="bfloat16",
-        metadata={"help": "dtype of embeddings, head and activations; float16 ends at 65504.", "choices": list(DTYPES)},
+    dtype: str | None = key(
+        "bfloat16", "dtype of embeddings, head and activations; float16 ends at 65504.", choices=list(DTYPES)
     )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "The trainer's attention: sdpa, eager, flex_attention or flash_attention_2."}
+    attn_implementation: str | None = key(
+        None, "The trainer's attention: sdpa, eager, flex_attention or flash_attention_2."
     )
-    use_peft: bool = field(default=True, metadata={"help": "Only an adapter is trained."})
-    lora_target_modules: list[str] | None = field(
-        default_factory=lambda: ["all-linear"],
-        metadata={"help": "Linear layers that carry the adapter; all-linear is all in the blocks (PEFT's own default "
-                  "is q_proj and v_proj alone)."},
-    )  # fmt: skip
-    lora_dropout: float = field(default=0.0, metadata={"help": "0: the engine has no dropout."})
+    use_peft: bool = key(True, "Only an adapter is trained.")
+    lora_target_modules: list[str] | None = key(
+        ["all-linear"],
+        "Linear layers that carry the adapter; all-linear is all in the blocks (PEFT's own default "
+        "is q_proj and v_proj alone).",
+    )
+    lora_dropout: float = key(0.0, "0: the engine has no dropout.")
     names_adapter: bool = field(default=True, init=False)  # set by parse: is there a key about the adapter?
 
     def __post_init__(self) -> None:

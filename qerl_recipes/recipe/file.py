@@ -51,6 +51,14 @@ class ConfigError(ValueError):
         super().__init__(hidden(text))
 
 
+def key(default: Any, help: str, **metadata: Any) -> Any:
+    """Return the field of a recipe key in a dataclass; each object gets its own copy of a list."""
+    metadata["help"] = help
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 class UniqueKeyLoader(yaml.SafeLoader):
     """Load safe YAML; raise YAMLError, with key and line, for a key that occurs twice in one mapping."""
 

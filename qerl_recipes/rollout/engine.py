@@ -51,7 +51,7 @@ class VLLMRollouts(SeededRollouts):
         self._tensor_parallel_group = self._new_groups()
         # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with engine.timed_start() as self.start_seconds:
+        with engine.start_in_this_process() as self.start_seconds:
             self.llm = LLM(**self._options(base, rank, dtype))
         self.longest = self.llm.llm_engine.model_config.max_model_len
         self.policy = Policy(self.llm)

@@ -18,18 +18,21 @@ import inspect
 import json
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from qerl_recipes.rollout.interface import RolloutEngine, TakesTurns, Turn
+from qerl_recipes.tasks.environments import COLUMN
+from qerl_recipes.tasks.interface import Environment, Tool
 from qerl_recipes.tasks.time_limit import ToolTimeout, time_limit, wait_for
 
 Message = dict[str, Any]
-Tool = Callable[..., Any]
 GRACE = 5.0  # seconds that an async tool has to end after its time is up
 SHOWN = 80  # characters of a tool's answer in the log of completions
 
@@ -135,19 +138,51 @@ def check_turns(engine: RolloutEngine, rows: Any) -> None:
         )
 
 
+def begun(row: Mapping[str, Any], environment: Environment | None, *, is_one_of_several: bool) -> list[Message]:
+    """Reset a row's ``environment``, and return the row's prompt with the text that it adds, as TRL does.
+
+    Where a run has several environments, the row's column ``environment`` is not for them. Raises ValueError for a
+    reset that fails, and for one that returns anything but a text or None.
+    """
+    prompt: list[Message] = list(row["prompt"])
+    if environment is None:
+        return prompt
+    text = environment.reset(**{key: value for key, value in row.items() if key != COLUMN or not is_one_of_several})
+    if text is None:
+        return prompt
+    if not isinstance(text, str):
+        name = type(environment).__qualname__
+        raise ValueError(f"environment {name}: its reset returned {text!r}, and this policy reads text")
+    content = prompt[-1]["content"]
+    added = [{"type": "text", "text": text}] if isinstance(content, list) else text
+    return [*prompt[:-1], {**prompt[-1], "content": content + added}]
+
+
+def between_turns(answers: list[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that the chat template puts between two turns: ``answers`` of tools, and what opens the next.
+
+    ``options`` are those with which prompts are rendered (``tasks.environments.rendering``).
+    """
+    # TRL has this as a method of its trainer, which reads nothing but these values of it
+    kwargs = {name: value for name, value in options.items() if name != "chat_template"}
+    values: Any = SimpleNamespace(processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False)
+    values.chat_template, values.chat_template_kwargs = options.get("chat_template"), kwargs
+    return GRPOTrainer._get_tool_suffix_ids(values, answers)  # type: ignore[no-any-return]
+
+
 @dataclass
 class Player:
     """Play the episodes of one run.
 
-    ``suffix_ids`` returns the tokens that the chat template puts between two turns: the tools' messages and what opens
-    the next turn. ``most_tokens`` limits all tokens of an episode after its prompt, and ``most_turns`` the turns after
-    the first. A tool's text has at most ``tool_tokens``, and the tool takes at most ``tool_seconds``; None is no limit.
-    ``loop`` runs async tools in another thread.
+    ``options`` are those with which prompts are rendered (``tasks.environments.rendering``). ``most_tokens`` limits all
+    tokens of an episode after its prompt, and ``most_turns`` the turns after the first. A tool's text has at most
+    ``tool_tokens``, and the tool takes at most ``tool_seconds``; None is no limit. ``loop`` runs async tools in another
+    thread.
     """
 
     engine: TakesTurns
     tokenizer: PreTrainedTokenizerBase
-    suffix_ids: Callable[[list[Message]], list[int]]
+    options: Mapping[str, Any]
     most_tokens: int | None
     most_turns: int
     tool_tokens: int | None = None
@@ -186,7 +221,8 @@ class Player:
 
     def _continue(self, episode: Episode, answers: list[Answer]) -> int:
         """Add the tools' ``answers`` to an episode, if they fit; return how many tokens its next turn may have."""
-        ids = self.suffix_ids([{**answer.message, "content": answer.text} for answer in answers])
+        read = [{**answer.message, "content": answer.text} for answer in answers]
+        ids = between_turns(read, self.tokenizer, self.options)
         used = len(episode.ids) + len(ids)
         room = self.engine.longest - len(episode.prompt) - used
         left = room if self.most_tokens is None else self.most_tokens - used

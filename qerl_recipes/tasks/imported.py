@@ -25,7 +25,8 @@ def imported(key: str, path: str, kind: str = "", names: Iterable[str] = ()) -> 
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # a module of one's own may raise anything
+        where = "; its module must be in the working directory or on PYTHONPATH"
+        is_missing = isinstance(error, ModuleNotFoundError)
         raise ConfigError(
-            f"{key}: {path} cannot be imported ({type(error).__name__}: {error}); its module must be in the working "
-            "directory or on PYTHONPATH"
+            f"{key}: {path} cannot be imported ({type(error).__name__}: {error}){where if is_missing else ''}"
         ) from error

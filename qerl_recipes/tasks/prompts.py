@@ -35,8 +35,8 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
     """Return (train, held-out or None) with the column ``prompt``; no tokenizer is needed yet.
 
     ``loaders`` load the data sets that recipes know by name (``hooks.collect("qerl_datasets")``). Any other
-    ``dataset_name`` is a file, a folder or a hub id. With ``may_lack_prompts``, data without a column for the prompt
-    get an empty one, to which the text of an environment is added.
+    ``dataset_name`` is a file, a folder or a hub id. With ``may_lack_prompts``, a prompt may be empty and its column
+    missing, because the text of an environment is added.
 
     Raises ConfigError (a ValueError) for a data set, split or column that does not exist, an empty data set, and a
     malformed prompt. Warns if held-out problems are among the training problems.
@@ -53,8 +53,7 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
         source = script.dataset_name
         train, held_out = loaders.get(source, from_name)(script)
     column = script.dataset_prompt_column or "prompt"
-    is_empty = may_lack_prompts and "prompt" == column not in train.column_names
-    if is_empty:
+    if may_lack_prompts and "prompt" == column not in train.column_names:
         train, held_out = map_splits((train, held_out), lambda data: data.add_column("prompt", [NOTHING] * len(data)))
     train = rename(train, {column: "prompt"}, source, "set dataset_prompt_column")
     held_out = None if held_out is None else rename(held_out, {column: "prompt"}, source)
@@ -72,11 +71,10 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
         rows = range(1, len(train) + 1)
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")
-    if is_empty:
-        return train, held_out
-    keys = set(_keys(train, script, _part(source, script.dataset_train_split), rows))
+    parts = [_part(source, split) for split in (script.dataset_train_split, script.dataset_test_split)]
+    keys = set(_keys(train, script, parts[0], may_lack_prompts, rows))
     if held_out is not None and (
-        common := sum(key in keys for key in _keys(held_out, script, _part(source, script.dataset_test_split)))
+        common := sum(key in keys for key in _keys(held_out, script, parts[1], may_lack_prompts))
     ):
         logger.warning(
             "%d of %d held-out problems of %s are among the training problems, word for word: what is measured on them "
@@ -103,22 +101,27 @@ def _part(source: str, split: str) -> str:
     return source if split == ScriptArguments.dataset_train_split else f"{source}, {split}"
 
 
-def _keys(data: Dataset, script: ScriptArguments, part: str, rows: Sequence[int] | None = None) -> list[str]:
-    """Return a text for each prompt; two texts are equal where the prompts are.
+def _keys(
+    data: Dataset, script: ScriptArguments, part: str, may_be_empty: bool, rows: Sequence[int] | None = None
+) -> list[str]:
+    """Return a text for each prompt; two texts are equal where the prompts are. Prompts without any text have none.
 
     ``part`` names the data, ``rows`` their row numbers in it. Raises ConfigError, with the row, for a prompt that is
-    neither text nor messages, or is empty. The same holds for a system message beside the recipe's ``system_prompt``.
+    neither text nor messages, or that is empty where it must not be. The same holds for a system message beside the
+    recipe's ``system_prompt``.
     """
     prompts = data["prompt"][:]
     for number, prompt in zip(rows or range(1, len(prompts) + 1), prompts, strict=True):
-        if (flaw := _flaw(prompt, script.system_prompt)) is not None:
+        if (flaw := _flaw(prompt, script.system_prompt, may_be_empty)) is not None:
             raise ConfigError(f"{part}: the prompt of row {number} {flaw}")
     return [
-        prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str) for prompt in prompts
+        prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+        for prompt in prompts
+        if prompt != NOTHING
     ]
 
 
-def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
+def _flaw(prompt: Any, system_prompt: str | None, may_be_empty: bool) -> str | None:
     """Say what is wrong with a prompt, and the way out; return None if nothing is."""
     if isinstance(prompt, str):
         return None if prompt.strip() else "is empty; leave this problem out"
@@ -140,7 +143,7 @@ def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
                 "write each content as one text, or the system turn into the data and remove system_prompt"
             )
     problem = prompt[problem_turn(prompt)]["content"]
-    if not (problem.strip() if isinstance(problem, str) else problem):
+    if not (may_be_empty or (problem.strip() if isinstance(problem, str) else problem)):
         return "is empty in the message that asks the problem; leave this problem out"
     return None
 

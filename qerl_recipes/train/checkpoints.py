@@ -7,7 +7,8 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,31 +19,22 @@ from peft import PeftModel
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from trl import GRPOTrainer
 
 from qerl_recipes.files import card, run_state
 from qerl_recipes.files.adapter import CONFIG, NORMS, TENSORS
 from qerl_recipes.files.whole_folder import whole_folder
+from qerl_recipes.hooks import LendsWeights, RolloutEngine
 from qerl_recipes.model import norms
 from qerl_recipes.model.lora import ADAPTER
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
-
-
-class Progress(NamedTuple):
-    """Say how far a run has got.
-
-    ``step`` and ``rollout`` are the finished ones, ``stream`` is the position in the stream of fresh prompts.
-    ``adapter_version`` counts the adapters that the engine was given. ``seconds`` is how long the run has trained. All
-    of them count what came before a resume.
-    """
-
-    step: int
-    rollout: int
-    stream: int
-    adapter_version: int
-    seconds: float
+from qerl_recipes.train import divergence
+from qerl_recipes.train.dynamic_sampling import PromptStream
+from qerl_recipes.train.loss import LossSettings
+from qerl_recipes.train.metrics import MetricsFile
 
 
 class ResumePoint(NamedTuple):
@@ -77,97 +69,167 @@ def resume_point(args: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint | N
     return point
 
 
-class Checkpoints:
-    """Write the files of one run, in which ``run`` and ``recipe`` describe it; every process has one."""
+class SavingTrainer(GRPOTrainer):
+    """Write the files of one run and go on from its checkpoints; every process has one of these."""
 
-    def __init__(self, run: run_state.Run, recipe: Mapping[str, Any], args: GRPOConfig) -> None:
-        self._run, self._recipe, self._args = run, dict(recipe), args
-        self._is_main = args.process_index == 0
-        self._staging: Path | None = None  # the folder in which a checkpoint is being written
-        self._destination: Path | None = None  # the final name of the folder that is being written
+    args: GRPOConfig
+    vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
+    loss_settings: LossSettings
+    metrics_file: MetricsFile
+    stream: PromptStream
+    steps_per_rollout: int
+    _run: run_state.Run
+    _recipe: dict[str, Any]
+    _staging: Path | None = None  # the folder in which a checkpoint is being written
+    _destination: Path | None = None  # the final name of the folder that is being written
+    _is_push_due = False
+    _began: float
+    _seconds_before, _versions_before = 0.0, 0  # of the run before it was resumed
 
-    def leave_later(self, step: int, metrics: Path) -> None:
-        """Move aside what was saved after ``step``, with a copy of the file ``metrics``, and say where it lies."""
-        moved_to = run_state.leave_later(self._args.output_dir, step, metrics)
+    def train(self, resume: ResumePoint | None = None, **kwargs: Any) -> Any:
+        """Train, or go on from the checkpoint that ``resume_point`` has returned.
+
+        What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. A checkpoint of
+        the last step is loaded and nothing is trained; transformers would train one step more.
+        """
+        self._began, folder, step = time.monotonic(), None, 0
+        if resume is not None:
+            folder, state = str(resume.folder), resume.state
+            step, self.stream.position, self._seconds_before = state.step, state.stream, state.seconds
+            self._versions_before = state.adapter_version - self.vllm_generation.version
+            self.args.eval_on_start = False  # the run has started before
+        if self.is_world_process_zero():
+            if resume is not None:
+                self._leave_later(step)
+            self.metrics_file.restart(step)
+        if resume is not None and resume.is_finished:
+            self._load_from_checkpoint(str(resume.folder))
+            self.state = TrainerState.load_from_json(str(resume.folder / TRAINER_STATE_NAME))
+            return None
+        return super().train(resume_from_checkpoint=folder, **kwargs)
+
+    def _leave_later(self, step: int) -> None:
+        """Move aside what was saved after ``step``, with a copy of metrics.jsonl, and say where it lies."""
+        moved_to = run_state.leave_later(self.args.output_dir, step, self.metrics_file.path)
         if moved_to is not None:
             print(
                 f"going back to step {step}: what was saved later, with its metrics, lies in {moved_to} now",
                 file=sys.stderr,
             )
 
-    def save_adapter(
-        self, folder: Path, progress: Progress, policy: PeftModel, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def rollout(self) -> int:
+        """Return the number of the rollout that the next step learns from; 0 is the first."""
+        return self.state.global_step // self.steps_per_rollout
+
+    def adapter_version(self) -> int:
+        """Return how many adapters the run has installed in the engine, those before a resume included."""
+        return self._versions_before + self.vllm_generation.version
+
+    def recorded_state(self) -> run_state.State:
+        """Return what a checkpoint would record of the run now."""
+        return run_state.State(
+            **asdict(self._run),
+            step=self.state.global_step,
+            rollout=self.rollout(),
+            stream=self.stream.position,
+            adapter_version=self.adapter_version(),
+            recipe=self._recipe,
+            seconds=round(self._seconds_before + time.monotonic() - self._began, 1),
+        )
+
+    def save_adapter(self, folder: Path) -> None:
         """Write the adapter to ``folder``, whole or not at all, in place of an earlier one.
 
         Raises OSError if the folder cannot be written.
         """
-        if self._is_main:
+        self._check_weights()
+        if self.is_world_process_zero():
             with _explaining_failure(f"the adapter {folder}", folder), self._becomes(folder):
                 with whole_folder(folder, overwrite=True, proof=run_state.STATE_FILE) as partial:
-                    self.write_adapter(partial, policy, tokenizer)
-                    self._write_state(partial, progress)
+                    self._save(str(partial))
+                    run_state.write_state(partial, self.recorded_state())
 
-    def write_adapter(self, folder: Path, policy: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _check_weights(self) -> None:
+        """Raise if a trained weight is not finite, or if a frozen weight that the engine lent has changed."""
+        trained = ((name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad)
+        is_half = self.loss_settings.half is not None
+        divergence.check_weights(self.state.global_step, trained, self.args, is_half=is_half)
+        if isinstance(self.vllm_generation, LendsWeights):
+            self.vllm_generation.check_weights()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write a PEFT adapter folder: fp32 LoRA tensors, config, trained norms if any, tokenizer and card."""
+        folder, policy = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
         folder.mkdir(parents=True, exist_ok=True)
         policy.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
         trained = norms.trained_norms(norms.named_norms(policy))
         if trained is not None:
             norms.save_norms(trained, folder)
-        tokenizer.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
         text = card.render(
             self._run.base,
             self._run.base_hash,
             json.loads((folder / CONFIG).read_text(encoding="utf-8")),
             trained_norms=trained is not None,
-            quantization=self._args.quantization,
+            quantization=self.args.quantization,
             versions=run_state.versions(),
             folder=(self._destination or folder).absolute(),
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
 
-    def save(self, write: Callable[[], None], run_folder: Path, progress: Progress) -> Path:
-        """Save ``checkpoint-N`` in ``run_folder``, whole or not at all, and return its path.
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the adapter's card is written with the adapter, and TRL's would describe a whole model."""
 
-        Every process must call this. ``write`` is transformers' own saving, which writes ``checkpoint-N`` into
-        ``folder()``. Raises OSError if the checkpoint cannot be written.
-        """
-        final, processes = run_folder / f"checkpoint-{progress.step}", self._args.distributed_state
-        assert processes is not None
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save ``checkpoint-N``, whole or not at all, in every process; raise OSError if it cannot be written."""
+        step, is_main = self.state.global_step, self.is_world_process_zero()
+        if step % self.steps_per_rollout and step < self.state.max_steps:
+            raise ValueError(
+                f"step {step} is in the middle of a rollout, each of which serves {self.steps_per_rollout} steps; "
+                "use a multiple of that as save_steps"
+            )
+        self._check_weights()
+        run_folder, write = Path(super()._get_output_dir(trial)), super()._save_checkpoint
+        final = run_folder / f"checkpoint-{step}"
         with contextlib.ExitStack() as stack:
-            if self._is_main:
+            if is_main:
                 stack.enter_context(_explaining_failure(str(final), final))
                 self._staging = stack.enter_context(whole_folder(final, overwrite=True, proof=run_state.STATE_FILE))
-            self._staging = _broadcast(self._staging)
+            (self._staging,) = broadcast_object_list([self._staging], from_process=0)
             stack.callback(setattr, self, "_staging", None)
             stack.enter_context(self._becomes(final))
-            write()
-            processes.wait_for_everyone()
-            if self._is_main:
+            write(model, trial)
+            self.accelerator.wait_for_everyone()
+            if is_main:
                 for path in (self._staging / final.name).iterdir():
                     path.rename(self._staging / path.name)
                 (self._staging / final.name).rmdir()
-                self._write_state(self._staging, progress)
-        processes.wait_for_everyone()
-        if self._is_main:
-            run_state.rotate(run_folder, self._args.save_total_limit)
-        return final
+                run_state.write_state(self._staging, self.recorded_state())
+        self.accelerator.wait_for_everyone()
+        if is_main:
+            run_state.rotate(run_folder, self.args.save_total_limit)
+        if self._is_push_due:
+            self._is_push_due = False
+            self.prepare_push(final)
+            super()._push_from_checkpoint(str(final))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where transformers shall put ``checkpoint-N``: a staging folder while a checkpoint is being saved."""
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Put the push off until the checkpoint folder has its final name; ``_save_checkpoint`` then starts it."""
+        self._is_push_due = True
 
     def prepare_push(self, saved: Path) -> None:
         """Copy norms, state and card of ``saved`` into output_dir for the upload; transformers copies PEFT's files."""
-        if self._is_main:
+        if self.is_world_process_zero():
             for name in (NORMS, run_state.STATE_FILE, "README.md"):
                 if (saved / name).is_file():
-                    shutil.copy(saved / name, self._args.output_dir)
+                    shutil.copy(saved / name, self.args.output_dir)
 
-    def folder(self, default: str) -> str:
-        """Return where transformers shall put ``checkpoint-N``: a staging folder while a checkpoint is being saved."""
-        return default if self._staging is None else str(self._staging)
-
-    def _write_state(self, folder: Path, progress: Progress) -> None:
-        state = run_state.State(**asdict(self._run), **progress._asdict(), recipe=self._recipe)
-        run_state.write_state(folder, state)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
 
     @contextlib.contextmanager
     def _becomes(self, destination: Path) -> Iterator[None]:
@@ -210,12 +272,6 @@ def _on_a_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
 
 # with several processes transformers loads the optimizer to each one's device; torch does not know the CPU as "cpu:0"
 torch.serialization.register_package(15, lambda storage: None, _on_a_cpu)
-
-
-def _broadcast(value: Any) -> Any:
-    holder = [value]
-    broadcast_object_list(holder, from_process=0)
-    return holder[0]
 
 
 @contextlib.contextmanager

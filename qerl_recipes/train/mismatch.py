@@ -14,6 +14,8 @@ parts switched on one by one. Each token has a delta: log p of the trainer minus
 
 A part adds the delta of its stage minus the delta of the stage before, token by token. Over all parts this sums to the
 delta of the last stage.
+
+With tools and environments the tokens are those of each episode's first turn.
 """
 
 import math
@@ -35,15 +37,19 @@ from qerl_recipes.recipe.checks import SERVER_KEYS, narrowing
 from qerl_recipes.recipe.configs import SERVER, GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import TOPICS
+from qerl_recipes.rollout.episodes import begun
 from qerl_recipes.tasks import prompts
+from qerl_recipes.tasks.environments import COLUMN, Interaction, rendering
 
 if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
 STAGES = ("weights", "adapter", "noise", "sampling")
 # the keys of a run's recipe that decide what is sampled and how it is computed
-USED_KEYS = {key for topic in ("weights and adapter", "noise", "data", "rewards", "rollouts") for key in TOPICS[topic]}
+USED_TOPICS = ("weights and adapter", "noise", "data", "rewards", "tools and environments", "rollouts")
+USED_KEYS = {key for topic in USED_TOPICS for key in TOPICS[topic]}
 USED_KEYS |= {
+    "max_steps",
     "pack_tokens",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -55,6 +61,7 @@ USED_KEYS |= {
 }
 # TRL derives generation_batch_size from other keys; the adapter comes from the run, whatever the run started from
 USED_KEYS -= {"generation_batch_size", "adapter_name_or_path"}
+USED_KEYS -= {"rollout_func"}  # it is not called
 USED_KEYS -= {"vllm_mode", *SERVER_KEYS}  # parts can be switched only in an engine in this process
 OVERRIDES = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 
@@ -138,26 +145,35 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
         saved.check_base(checked.run.base_hash)
         trainer = training_run.build(checked)
         try:
-            result = measure(trainer, saved, problems)
+            result = measure(trainer, saved, problems, checked.interaction)
             available = len(trainer.train_dataset)
         finally:
             trainer.vllm_generation.close()
     console = Console()
     console.print(table(result, f"{saved.path}: {training.quantization}, noise_mode {training.noise_mode}"))
     console.print(_reading(result, training), markup=False, highlight=False)
+    if checked.interaction.has_calls():
+        line = "These are the first turns of episodes; logp_diff of metrics.jsonl has all turns in it."
+        console.print(line, markup=False, highlight=False)
+    if saved.recipe.get("rollout_func"):
+        line = "rollout_func renders prompts by itself; here the trainer has rendered them, and each is answered once."
+        console.print(line, markup=False, highlight=False)
     if available < problems:
         line = f"The training set has {available} problems, fewer than the {problems} asked for: this is of those "
         console.print(f"{line}{available}.", markup=False, highlight=False)
     return 0
 
 
-def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> Mismatch:
+def measure(
+    trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int, interaction: Interaction = prompts.WITHOUT_CALLS
+) -> Mismatch:
     """Sample from the adapter ``saved`` on the first ``problems`` of the training set, and compare engine and trainer.
 
     ``trainer`` is a new one; its adapter and norms become those of ``saved``. The noise is drawn for rollout 0 with
-    ``sigma_start``, the sigma of the first noisy stage.
+    ``sigma_start``, the sigma of the first noisy stage. ``interaction`` has the tools and environments of the run.
     """
-    sides, training = _Sides(trainer, saved, problems), trainer.args
+    rows = trainer.train_dataset.select(range(min(problems, len(trainer.train_dataset))))
+    sides, training = _Sides(trainer, saved, _first_turns(trainer, list(rows), interaction)), trainer.args
     sigma = 0.0 if training.noise_mode == "none" else float(training.sigma_start or 0.0)
     sampled, temperature = sides.sample(sigma), trainer.temperature
     states = [(False, 0.0), (True, 0.0), *([(True, sigma)] if sigma else [])]
@@ -180,10 +196,25 @@ def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> 
     return Mismatch(tuple(parts), len(sampled), sigma, tuple(narrowing(training)))
 
 
+def _first_turns(trainer: "QerlGRPOTrainer", rows: list[dict[str, Any]], interaction: Interaction) -> list[list[int]]:
+    """Return the tokens that the engine gets for each of ``rows`` in the run, for the first turn of its episode."""
+    tokenizer: Any = trainer.processing_class
+    options, factories = rendering(tokenizer, trainer.args, interaction), interaction.environments
+    rows = trainer.starts.seeded(rows, interaction.resets(), 0, 1)
+    tokens = []
+    for row in rows:
+        name = row[COLUMN] if factories and None not in factories else None
+        prompt = row["prompt"]
+        if factories:
+            prompt = begun(row, factories[name](), is_one_of_several=name is not None)
+        tokens.append(prompts.ids(prompt, tokenizer, {**options, "tools": interaction.schemas(name)}))
+    return tokens
+
+
 class _Sides:
     """Engine and trainer on the same tokens; every result is (tokens,) fp32, in the same order."""
 
-    def __init__(self, trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> None:
+    def __init__(self, trainer: "QerlGRPOTrainer", saved: AdapterFolder, prompts: list[list[int]]) -> None:
         from qerl_recipes.model import norms
         from qerl_recipes.train.checkpoints import load_adapter
 
@@ -192,10 +223,7 @@ class _Sides:
         self._base = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(self._policy)}
         load_adapter(self._policy, saved.path)
         self._trained = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(self._policy)}
-        rows = trainer.train_dataset.select(range(min(problems, len(trainer.train_dataset))))
-        tokenizer: Any = trainer.processing_class
-        options = trainer.args.chat_template_kwargs or {}
-        self._prompts = [prompts.ids(prompt, tokenizer, options) for prompt in rows["prompt"]]
+        self._prompts = prompts
         self._completions: list[list[int]] = []
 
     def sample(self, sigma: float) -> torch.Tensor:

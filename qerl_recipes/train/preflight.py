@@ -314,8 +314,8 @@ def _read_rows(
             needed = training.generation_batch_size // training.num_generations
             train, held_out = prompts.of_environment(script, needed), None
         else:
-            has_environments = bool(interaction.environments)
-            train, held_out = prompts.read(script, collect("qerl_datasets"), may_lack_prompts=has_environments)
+            acts = script.environments is not None
+            train, held_out = prompts.read(script, collect("qerl_datasets"), may_lack_prompts=acts)
     except ConfigError as error:
         problems.append(str(error))
         return None

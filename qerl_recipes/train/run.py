@@ -283,7 +283,7 @@ def finish(trainer: "QerlGRPOTrainer") -> None:
     adapter = Path(trainer.args.output_dir) / "adapter"
     trainer.save_adapter(adapter)
     if trainer.args.push_to_hub:
-        trainer.checkpoints.prepare_push(adapter)
+        trainer.prepare_push(adapter)
         trainer.push_to_hub()
 
 

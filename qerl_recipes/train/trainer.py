@@ -10,9 +10,9 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  5. rewards     TRL's ``_calculate_rewards``; the reward that dynamic sampling compares is kept in ``judged``
  6. advantages  TRL's ``_generate_and_score_completions``; dynamic sampling replaces groups without signal: ``_refill``
  7. importance  weights of trainer over engine, from the loss's own forward where possible: ``loss.weigh``
- 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows, part by part: ``compute_loss``
+ 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows, part by part: ``train.parts``
  9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
-10. record      a line of metrics.jsonl: ``on_step_end``; now and then a checkpoint: ``_save_checkpoint``
+10. record      a line of metrics.jsonl: ``on_step_end``; now and then a checkpoint: ``train.checkpoints``
 
 Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps.
 """
@@ -21,37 +21,32 @@ import copy
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 from trl import GRPOTrainer
-from trl.extras.profiling import profiling_decorator
 
 from qerl_recipes.files.run_state import Run, recorded
-from qerl_recipes.hooks import LendsWeights, RolloutEngine, Snapshot, find
-from qerl_recipes.model import logprobs, lora, norms
+from qerl_recipes.hooks import RolloutEngine, Snapshot, find
+from qerl_recipes.model import lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
-from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import check_turns
 from qerl_recipes.tasks import rewards
-from qerl_recipes.train import checkpoints, divergence, dynamic_sampling, loss, metrics
+from qerl_recipes.train import divergence, dynamic_sampling, loss, metrics
+from qerl_recipes.train.checkpoints import SavingTrainer
+from qerl_recipes.train.parts import PartsTrainer
 from qerl_recipes.train.turns import TurnsTrainer
 
-GATHERS = ("gather", "reduce")  # of accelerate, with which TRL's loss joins its metrics over the processes
 
-
-class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
+class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback):
     """Train the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
 
     It learns from completions that its own policy has sampled. ``noise_mode`` is one of four:
@@ -66,9 +61,7 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
     Where transformers' loop has no method to override, the trainer is its own callback (``on_step_end`` and others).
     """
 
-    _buffered_inputs: Any
     _logs: dict[str, Any]
-    _entropy_window_stats: Any
 
     def __init__(
         self,
@@ -144,14 +137,8 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self.judged, self.frac_reward_zero_std = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(self.train_dataset), args.seed)
-        self.checkpoints = checkpoints.Checkpoints(run, recorded(args) if recipe is None else recipe, args)
-        self._began, self._seconds_before, self._versions_before = time.monotonic(), 0.0, 0  # before a resume
-        self._is_push_due, self._sampler = False, None
-        self._trl_batch: dict[str, Any] = {}  # that of the loss being computed
-        self._micro_batch: loss.MicroBatch | None = None  # the same as values; None outside a loss
-        self._part: loss.Part | None = None  # the part of it that is being computed
-        # log-probabilities and entropies of the parts before, 0 for other completions
-        self._known = torch.empty(0), torch.empty(0)
+        self._run, self._recipe, self._began = run, recorded(args) if recipe is None else dict(recipe), time.monotonic()
+        self._sampler = None
         self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress
         self._rollout_record: dict[str, float] = {}  # what each step's line says of its rollout
         self.metrics_file, self._silent = metrics.MetricsFile(args.output_dir), metrics.SilentRollouts(args)
@@ -160,10 +147,6 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
             self.add_callback(metrics.QuietProgress())
         # an engine that starts seeds this process; what the run draws must not depend on when that was
         set_seed(args.seed, device_specific=True)
-
-    def rollout(self) -> int:
-        """Return the number of the rollout that the next step learns from; 0 is the first."""
-        return self.state.global_step // self.steps_per_rollout
 
     def rollouts(self) -> int:
         """Return the number of rollouts in the whole run."""
@@ -182,20 +165,6 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
         """
         if (generator := getattr(self._sampler, "generator", None)) is not None:
             generator.manual_seed(self.args.seed + int((self.state.epoch or 0.0) + 1e-6))
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Return TRL's micro-batch, after evening out the tokens per micro-batch where that cannot change the step."""
-        before, window = self._buffered_inputs, self.args.gradient_accumulation_steps
-        inputs = super()._prepare_inputs(generation_batch)
-        # a loss with a mean or a quantile over the tokens of one micro-batch would change
-        per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
-        is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
-        is_new = self._buffered_inputs is not before
-        if self.loss_settings.pack_tokens and window > 1 and is_new and is_sum_over_rows:
-            skips = self.loss_settings.skips_zero_advantage
-            self._buffered_inputs = even_micro_batches(self._buffered_inputs, window, skips_zero_advantage=skips)
-            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        return inputs
 
     # 2 to 6: a rollout, from the policy to advantages
 
@@ -230,7 +199,7 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
         self._last_loaded_step = self.state.global_step
         self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "both" else None
         self._set_noise()
-        record = {"sigma": float(sigma or 0.0), "adapter_version": self._adapter_version()}
+        record = {"sigma": float(sigma or 0.0), "adapter_version": self.adapter_version()}
         self._rollout_record = {**record, "noisy_norms": noisy_norms if sigma else 0}
         for name, value in self._rollout_record.items():
             self._metrics["train"]["noise/noisy_norms" if name == "noisy_norms" else name].append(value)
@@ -307,143 +276,7 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
         self.frac_reward_zero_std = metrics.frac_reward_zero_std(per_function, self.reward_weights, size, is_summed)
         return per_function
 
-    # 7 to 9: importance, loss, optimizer
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of TRL's micro-batch, of which the last part has yet to be differentiated."""
-        for block in self._keeping:  # each rollout and the start of training turn checkpointing on in all blocks
-            block.gradient_checkpointing = False
-        if not self.model.training:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        skips = self.loss_settings.skips_zero_advantage
-        batch = self._micro_batch = loss.MicroBatch.of(inputs, skips_zero_advantage=skips)
-        self._trl_batch = dict(inputs)  # TRL reads the importance weights from it after the forward
-        self._sums.add(loss.sampled_entropy(batch))
-        self._known = torch.zeros_like(batch.sampled), torch.zeros_like(batch.sampled)
-        try:
-            if batch.old is not None:  # the rollout serves several steps; these are from before the first
-                self._sums.add(self._weigh(batch.old))
-            *earlier, last = self._parts(inputs, batch)
-            for self._part in earlier:
-                with self._gradient_alone(model):
-                    self.accelerator.backward(super().compute_loss(model, self._trl_batch, *args, **kwargs))
-            self._part = last
-            micro_loss = super().compute_loss(model, self._trl_batch, *args, **kwargs)
-        finally:
-            self._micro_batch, self._part, self._trl_batch = None, None, {}
-        self._values.add(micro_loss, batch.computed_tokens())
-        return micro_loss
-
-    def _parts(self, inputs: dict[str, Any], batch: loss.MicroBatch) -> list[loss.Part]:
-        """Split TRL's micro-batch into parts; other processes may have another number."""
-        settings = self.loss_settings
-        if settings.pack_tokens:
-            shares = logprobs.shares_prompts(self.accelerator.unwrap_model(self.model))
-            rows, measured = loss.packed_rows(inputs, batch, settings.pack_tokens, share_prompts=shares)
-            self._sums.add(measured)
-            parts = [loss.Part(packed=[row]) for row in rows] if settings.splits else [loss.Part(packed=rows)]
-        else:
-            parts = [loss.Part(padded=rows) for rows in loss.padded_rows(inputs, settings.splits)]
-        return loss.in_order(parts, batch.mask.shape)
-
-    @contextmanager
-    def _gradient_alone(self, model: Any) -> Iterator[None]:
-        """Let TRL's loss of a part, and its backward, leave nothing but the gradient of this process."""
-        logged, entropy_window = self._metrics["train"], self._entropy_window_stats
-        accelerator, state = self.accelerator, self.accelerator.gradient_state
-        is_last_micro_batch = state.sync_gradients
-        self._metrics["train"] = defaultdict(list)
-        state._set_sync_gradients(False)  # TRL adapts its entropy coefficient where this is True
-        for name in GATHERS:  # for metrics, in as many parts as this process has
-            setattr(accelerator, name, lambda own, **_: own)
-        try:
-            with accelerator.no_sync(model):
-                yield
-        finally:
-            for name in GATHERS:
-                delattr(accelerator, name)
-            self._metrics["train"], self._entropy_window_stats = logged, entropy_window
-            state._set_sync_gradients(is_last_micro_batch)
-
-    def _weigh(self, logps: torch.Tensor) -> loss.Measured:
-        """Give TRL's batch the importance weights that follow from the trainer's ``logps: (B, C)``; measure them."""
-        assert self._micro_batch is not None
-        weights, measured = loss.weigh(logps, self._micro_batch, self.args)
-        self._trl_batch["importance_sampling_ratio"] = weights
-        return measured
-
-    @profiling_decorator
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **others: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        batch, part, half = self._micro_batch, self._part, self.loss_settings.half  # None outside of a loss's forward
-        with nullcontext() if half is None or batch is None else half.first_watched():
-            forward = self._packed_forward if self.loss_settings.pack_tokens else self._padded_forward
-            arguments = (input_ids, attention_mask, logits_to_keep)
-            logps, entropies = forward(model, *arguments, batch_size, compute_entropy, **others)
-        if batch is not None and part is not None:
-            logps, entropies = logps + self._known[0], entropies + self._known[1]
-            self._known = logps.detach(), entropies.detach()
-            logps, entropies = loss.fill_skipped(logps, entropies, batch)
-            logps = loss.fill_pending(logps, batch, part)
-            if half is not None:
-                logps, entropies = half.scaled(logps, entropies)
-            compared = loss.Measured() if batch.old is not None else self._weigh(logps.detach())
-            if part.pending is None:
-                self._sums.add(compared)
-                self._sums.add(loss.token_means(logps.detach(), entropies.detach(), batch, self.args))
-        return logps, entropies if compute_entropy else None, None
-
-    def _packed_forward(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion: int, *_: Any, **others: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies, (B, C) each, of the part in progress or of all completions."""
-        unwrapped, half = self.accelerator.unwrap_model(model), self.loss_settings.half
-        if self._part is not None:
-            rows = list(self._part.packed)
-        else:
-            shares, size = logprobs.shares_prompts(unwrapped), self.loss_settings.pack_tokens
-            rows = pack(input_ids.cpu(), attention_mask.cpu(), completion, size, share_prompts=shares)
-        return logprobs.completion_logprobs(
-            model,
-            unwrapped,
-            rows,
-            (len(input_ids), completion),
-            self.temperature,
-            self.accelerator.autocast if half is None else half.autocast,
-            has_entropy_gradient=self._entropy_bonus_enabled,
-        )
-
-    def _padded_forward(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        completion: int,
-        batch_size: int | None,
-        compute_entropy: bool,
-        **others: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what ``_packed_forward`` does, by TRL's own forward; accelerate has put its autocast around it."""
-        half, padded = self.loss_settings.half, super()._get_per_token_logps_and_entropies
-        rows = None if self._part is None else self._part.padded
-        if batch_size is not None and self.loss_settings.splits:  # a rollout is scored, all of it in one call
-            batch_size = min(batch_size, loss.padded_at_once(input_ids.shape[1]))
-        if rows is not None:
-            input_ids, attention_mask = input_ids[rows], attention_mask[rows]
-        with nullcontext() if half is None else half.autocast():
-            values = padded(model, input_ids, attention_mask, completion, batch_size, compute_entropy, **others)[:2]
-        if rows is None:
-            return values
-        logps, entropies = (torch.zeros_like(self._known[0]).index_copy(0, rows, value) for value in values)
-        return logps, entropies
+    # 9: optimizer
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -497,40 +330,6 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
             problems = {f"{metrics.EVALUATION}problems": len(self.eval_dataset)}
             self.metrics_file.append({"step": self.state.global_step, **problems, **figures})
 
-    # before and after the steps
-
-    def train(self, resume: checkpoints.ResumePoint | None = None, **kwargs: Any) -> Any:
-        """Train, or go on from the checkpoint ``resume``, which ``checkpoints.resume_point`` has returned.
-
-        What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. A checkpoint of
-        the last step is loaded and nothing is trained; transformers would train one step more.
-        """
-        self._began, folder, step = time.monotonic(), None, 0
-        if resume is not None:
-            folder, state = str(resume.folder), resume.state
-            step, self.stream.position, self._seconds_before = state.step, state.stream, state.seconds
-            self._versions_before = state.adapter_version - self.vllm_generation.version
-            self.args.eval_on_start = False  # the run has started before
-        if self.is_world_process_zero():
-            if resume is not None:
-                self.checkpoints.leave_later(step, self.metrics_file.path)
-            self.metrics_file.restart(step)
-        if resume is not None and resume.is_finished:
-            self._load_from_checkpoint(str(resume.folder))
-            self.state = TrainerState.load_from_json(str(resume.folder / TRAINER_STATE_NAME))
-            return None
-        return super().train(resume_from_checkpoint=folder, **kwargs)
-
-    def _adapter_version(self) -> int:
-        """Return how many adapters the run has installed in the engine, those before a resume included."""
-        return self._versions_before + self.vllm_generation.version
-
-    def progress(self) -> checkpoints.Progress:
-        """Return how far the run has got, as a checkpoint would record it now."""
-        seconds = round(self._seconds_before + time.monotonic() - self._began, 1)
-        step, position = self.state.global_step, self.stream.position
-        return checkpoints.Progress(step, self.rollout(), position, self._adapter_version(), seconds)
-
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the reward on held-out prompts as TRL does, with the noise off in engine and trainer."""
         self.vllm_generation.begin_evaluation()
@@ -541,49 +340,3 @@ class QerlGRPOTrainer(TurnsTrainer, TrainerCallback):
             return super().evaluate(*args, **kwargs)
         finally:
             self._set_noise()
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter to ``folder``, whole or not at all, in place of an earlier one."""
-        self._check_weights()
-        policy = self.accelerator.unwrap_model(self.model)
-        self.checkpoints.save_adapter(Path(folder), self.progress(), policy, self._tokenizer)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the adapter's card is written with the adapter, and TRL's would describe a whole model."""
-
-    def _check_weights(self) -> None:
-        """Raise if a trained weight is not finite, or if a frozen weight that the engine lent has changed."""
-        trained = ((name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad)
-        is_half = self.loss_settings.half is not None
-        divergence.check_weights(self.state.global_step, trained, self.args, is_half=is_half)
-        if isinstance(self.vllm_generation, LendsWeights):
-            self.vllm_generation.check_weights()
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self.checkpoints.folder(super()._get_output_dir(trial))
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        folder, policy = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
-        self.checkpoints.write_adapter(folder, policy, self._tokenizer)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        step, write = self.state.global_step, super()._save_checkpoint
-        if step % self.steps_per_rollout and step < self.state.max_steps:
-            raise ValueError(
-                f"step {step} is in the middle of a rollout, each of which serves {self.steps_per_rollout} steps; "
-                "use a multiple of that as save_steps"
-            )
-        self._check_weights()
-        run_folder = Path(super()._get_output_dir(trial))
-        folder = self.checkpoints.save(lambda: write(model, trial), run_folder, self.progress())
-        if self._is_push_due:
-            self._is_push_due = False
-            self.checkpoints.prepare_push(folder)
-            super()._push_from_checkpoint(str(folder))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Put the push off until the checkpoint folder has its final name; ``_save_checkpoint`` then starts it."""
-        self._is_push_due = True
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        checkpoints.load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)

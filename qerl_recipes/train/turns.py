@@ -102,7 +102,7 @@ class TurnsTrainer(GRPOTrainer):
         return Player(
             engine,
             self._tokenizer,
-            self._get_tool_suffix_ids,
+            {**self.chat_template_kwargs, "chat_template": self.chat_template},
             most_tokens=self.max_completion_length,
             most_turns=self.max_tool_calling_iterations,
             tool_tokens=self.args.max_tool_tokens,

@@ -41,6 +41,7 @@ print(json.dumps({"parts": parts, "before": before, "more": coming_and_going, "u
 trainer.vllm_generation.close()
 """
 PROMPT, COMPLETION = 32, 1008  # two groups of 8 fill one packed row of 16384 tokens, as the plan assumes
+LAYERS = 4  # of the random model
 HELD = ("engine's weights", "engine's adapter", "trainer's weights", "KV cache", "CUDA graphs", "trained adapter")
 COMING_AND_GOING = ("gradients", "optimizer", "activations", "at work")
 
@@ -48,7 +49,10 @@ COMING_AND_GOING = ("gradients", "optimizer", "activations", "at work")
 def step(
     base: Path, arm: str, checkpointing: str, output: Path, limit: str = "unlimited"
 ) -> subprocess.CompletedProcess[str]:
-    """Run one GRPO step of 16 completions of full length in a separate process."""
+    """Run one GRPO step of 16 completions of full length in a separate process.
+
+    With ``checkpointing`` "true" all blocks are recomputed, not only as many as the plan would choose.
+    """
     overrides = {
         "model_name_or_path": base,
         "quantization": arm,
@@ -66,6 +70,8 @@ def step(
         "save_strategy": "no",
         "output_dir": output,
     }
+    if checkpointing == "true":
+        overrides["recompute_layers"] = LAYERS
     flags = [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
     line = [sys.executable, "-c", SCRIPT, limit, "--config", str(RECIPE), *flags]
     return subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=280)

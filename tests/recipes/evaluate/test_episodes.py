@@ -28,6 +28,9 @@ RECIPE: dict[str, Any] = {
     "max_tool_calling_iterations": 1,
     "max_completion_length": 24,
 }
+# in floating point 0.7 + 0.2 + 0.1 is less than 1
+PRAISED = {"environments": "acting.Unjudged", "reward_funcs": ["acting.praise", "acting.applause", "acting.cheers"],
+           "reward_weights": [0.7, 0.2, 0.1]}  # fmt: skip
 ROWS = [{"prompt": f"{i}+2", "answer": str(i + 2), "hint": str(i)} for i in range(3)]
 
 
@@ -162,6 +165,7 @@ def test_batches_and_turns_keep_their_seeds(play: Any, run_of: Any, monkeypatch:
         ({"environments": "acting.Half"}, {"task": "environment:acting.Half"}, [0.5] * 3, False),
         ({"environments": "acting.Half"}, {"task": "environment:acting.Half", "success_at": 0.5}, [0.5] * 3, True),
         ({"reward_funcs": ["soft_format", "tag_count"], "reward_weights": [2.0, 3.0]}, {}, [1.0] * 3, True),
+        (PRAISED, {"task": "environment:acting.Unjudged"}, [1.0] * 3, True),
         ({"environments": "acting.Lost"}, {"task": "environment:acting.Lost"}, [None] * 3, False),
     ],
     ids=str,
@@ -192,6 +196,9 @@ def test_held_out_rows_reach_prompt_and_reset(play: Any, run_of: Any, tmp_path: 
     assert [one.prompt[0] for one in played] == [{"role": "system", "content": "7"}] * 3
     assert [one.prompt[1]["content"] for one in played] == [f"{i}+2{one.seed % 9}{i}" for i, one in enumerate(played)]
     file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"question": "6-4", "answer": "2"}))
+    (asked,) = play(run_of(dataset_name="x", dataset_prompt_column="question"), problems=file, max_samples=None)
+    assert asked.prompt[0]["content"].startswith("6-4"), "as the training data have it"
     file.write_text("".join(json.dumps({"prompt": "9-1", "environment": name}) + "\n" for name in ("a", "b", "b")))
     several = run_of(environments={"a": "acting.Door", "b": "acting.Wall"}, dataset_name="x")
     for name, rows, right in (("a", 1, True), ("b", 2, False)):

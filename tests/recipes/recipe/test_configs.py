@@ -162,6 +162,11 @@ def test_the_adapter_is_on_all_linears_unless_some_are_named(tmp_path):
     assert configs.adapter_line(script, model) == "adapter: goes on from runs/a; the base stays as it is"
 
 
+def test_two_runs_do_not_share_a_default_list():
+    configs.GRPOConfig(use_cpu=True, bf16=False).noise_targets.clear()
+    assert configs.GRPOConfig(use_cpu=True, bf16=False).noise_targets
+
+
 def test_one_module_named_by_itself_carries_the_adapter(tmp_path):
     """Check a list of one module, which TRL turns into a string.
 

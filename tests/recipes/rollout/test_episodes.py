@@ -12,7 +12,7 @@ import pytest
 from waiting import PATIENCE
 
 from qerl_recipes.rollout import episodes
-from qerl_recipes.rollout.episodes import Episode, Player, as_text, in_one_type
+from qerl_recipes.rollout.episodes import Episode, Player, as_text, begun, in_one_type
 
 TOKENIZER = calling.tokenizer()
 MEGABYTES = "7" * 10_000_000
@@ -30,10 +30,6 @@ class Scripted:
         return [(ids, [-1.5] * len(ids)) for ids in said]
 
 
-def suffix(messages):
-    return calling.ids("".join(f"<tool>{message['content']}" for message in messages) + "<assistant>")
-
-
 def episode(said, **tools):
     """Return an episode whose first turn is ``said``."""
     ids, prompt = calling.ids(said), calling.ids("<user>1+2=<assistant>")
@@ -43,7 +39,7 @@ def episode(said, **tools):
 
 
 def play(engine, *begun, tokens=48, turns=9, **limits):
-    player = Player(engine, TOKENIZER, limits.pop("suffix_ids", suffix), tokens, turns, **limits)
+    player = Player(engine, TOKENIZER, {}, tokens, turns, **limits)
     player.play(begun)
     return player
 
@@ -178,7 +174,8 @@ def test_whatever_a_tool_does_the_episode_goes_on(case, loop, monkeypatch):
     began = time.monotonic()
     limits = {"tool_tokens": 5 if content and not has_failed else None, "tool_seconds": 0.1, "loop": loop}
     read = []
-    limits["suffix_ids"] = lambda messages: read.extend(messages) or calling.ids("<tool>7<assistant>")
+    between = lambda messages, *_: read.extend(messages) or calling.ids("<tool>7<assistant>")  # noqa: E731
+    monkeypatch.setattr(episodes, "between_turns", between)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         player = play(engine, one, **limits)
@@ -233,7 +230,7 @@ def test_calls_that_nobody_can_answer_are_failures():
     one = episode("5", double=calling.double)
     one.messages[0]["tool_calls"] = calls
     with pytest.warns(UserWarning, match="tool double failed"):
-        play(Scripted("8<eos>"), one, suffix_ids=lambda messages: calling.ids("<tool>7<assistant>"))
+        play(Scripted("8<eos>", longest=999), one, tokens=999)
     assert (one.calls, one.failures) == (5, 4)
     assert [each["content"] for each in one.messages[1:6]][::4] == ["{'error': 'Tool nobody not found.'}", "8"]
     flat = [call["function"]["arguments"] for call in in_one_type(one.messages)[0]["tool_calls"]]
@@ -242,6 +239,19 @@ def test_calls_that_nobody_can_answer_are_failures():
 
 
 def test_a_text_has_at_most_its_tokens():
-    player = Player(SimpleNamespace(longest=8), TOKENIZER, suffix, 48, 9, tool_tokens=3)
+    player = Player(SimpleNamespace(longest=8), TOKENIZER, {}, 48, 9, tool_tokens=3)
     assert [player._fitted(text) for text in ("123", "1234", "", "12ab34")] == ["123", "123", "", "12<unk>"]
     assert as_text([]) == "[]" and as_text({"type": "text"}) == "{'type': 'text'}"
+
+
+def test_a_reset_gets_its_row_and_adds_a_text():
+    walk, row = calling.Walk(), {"prompt": [{"role": "user", "content": "1+"}], "answer": "3", "environment": "walk"}
+    assert begun(row, walk, is_one_of_several=True) == [{"role": "user", "content": "1+7"}]
+    assert walk.row == {"prompt": row["prompt"], "answer": "3"}
+    assert begun(row, walk, is_one_of_several=False)[0]["content"] == "1+7" and walk.row == row
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "1+"}]}]
+    (message,) = begun({"prompt": blocks}, walk, is_one_of_several=False)
+    assert message["content"] == [*blocks[0]["content"], {"type": "text", "text": "7"}]
+    walk.reset = lambda **row: [{"type": "image"}]
+    with pytest.raises(ValueError, match=r"environment Walk: its reset returned .*image.*, and this policy reads text"):
+        begun(row, walk, is_one_of_several=False)

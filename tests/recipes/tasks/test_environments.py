@@ -193,12 +193,14 @@ def test_an_environment_with_data_and_reward_needs_max_steps(write_recipe):
 def test_an_environment_that_cannot_be_made_is_the_only_thing_said(write_recipe, routed):
     for changed in (
         {"environments": "acting.Wordle"},
+        {"environments": "acting.Wordle", "dataset_name": routed("a", "b")[1]},
         {"environments": {"a": "acting.Counter", "b": "acting.Wordle"}, "dataset_name": routed("a", "b")[1]},
     ):
         with pytest.raises(ConfigError) as error:
             preflight.check(*parse(["--config", write_recipe(**{**OWNED, **changed})]))
         (_, line) = str(error.value).splitlines()
-        assert line.startswith("  - environments: acting.Wordle cannot be imported")
+        assert line.startswith("  - environments: acting.Wordle cannot be imported (AttributeError")
+        assert line.endswith("has no attribute 'Wordle')"), "it names no module that is to be found elsewhere"
 
 
 def test_default_rewards_are_not_those_of_environments():

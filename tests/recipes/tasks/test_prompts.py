@@ -55,6 +55,15 @@ def test_problems_trained_on_and_held_out_are_counted(jsonl, tmp_path, caplog):
     assert not caplog.text
 
 
+def test_beside_an_environment_prompts_may_be_empty(jsonl, tmp_path, caplog):
+    empty = [{**USER, "content": ""}]
+    for name in ("train.jsonl", "test.jsonl"):
+        jsonl(empty, [USER], name=name)
+    train, held_out = prompts.read(ScriptArguments(dataset_name=str(tmp_path)), LOADERS, may_lack_prompts=True)
+    assert train["prompt"][:] == held_out["prompt"][:] == [empty, [USER]]
+    assert "1 of 2 held-out problems" in caplog.text, "an empty prompt is no problem that was trained on"
+
+
 @pytest.mark.parametrize(
     ("prompt", "system_prompt", "message"),
     [

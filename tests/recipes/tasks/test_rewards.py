@@ -278,7 +278,7 @@ def test_required_columns_are_read_from_the_signature(name, columns):
     ("name", "settings", "message"),
     [
         ("acuracy", {}, "'acuracy' is not one of the rewards"),
-        ("no_such_package.reward", {}, "cannot be imported"),
+        ("no_such_package.reward", {}, "; its module must be in the working directory or on PYTHONPATH"),
         ("math.tau", {}, "is not a function"),
         ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 10}, "soft_punish_cache"),
         ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 0}, "soft_punish_cache"),

@@ -27,7 +27,7 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
     card = (run / "checkpoint-3" / "README.md").read_text()
     assert f"policy={run}/checkpoint-3" in card and ".partial" not in card, "its commands name where it lies"
-    assert trainer.checkpoints.folder("elsewhere") == "elsewhere", "what is saved next does not go into that checkpoint"
+    assert trainer._get_output_dir(None) == str(run), "what is saved next does not go into that checkpoint"
     trainer.args.resume_from_checkpoint = True
     point = resume_point(trainer.args, {})
     assert point.folder == run / "checkpoint-3" and point.is_finished

@@ -196,7 +196,7 @@ def test_groups_with_equal_rewards_are_replaced(make_trainer, make_nvfp4, read_m
         table = pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_{record['step']:05d}.parquet")
         logged = sorted(zip(table["prompt"], table["advantage"], strict=True))
         assert logged == [(text, pytest.approx(a)) for text, a in sorted(zip(texts, advantages.tolist(), strict=True))]
-    assert trainer.progress().stream == trainer.stream.position > 0
+    assert trainer.recorded_state().stream == trainer.stream.position > 0
 
 
 def accuracy(completions, **columns):

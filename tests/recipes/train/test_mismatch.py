@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+import calling
 import pytest
 import torch
 from digit_rewards import digits
@@ -17,7 +18,7 @@ from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.files.run_state import base_hash, recorded
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.rollout.interface import Snapshot
-from qerl_recipes.tasks import running_sum
+from qerl_recipes.tasks import prompts, running_sum
 from qerl_recipes.train import mismatch, run
 from qerl_recipes.train.mismatch import STAGES, Sizes
 
@@ -234,6 +235,37 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
     )
     with pytest.raises(ValueError, match="does not say by which recipe"):
         mismatch.run(folder)
+
+
+@pytest.mark.parametrize("kind", ["tools", "environment", "environments", "environment without data"])
+def test_prompts_are_those_that_the_policy_sees(kind, write_recipe, make_nvfp4, tmp_path, monkeypatch, capfd):
+    from qerl_recipes.rollout.sampling import SeededRollouts
+
+    keys = calling.recipe_keys(make_nvfp4("qwen2"), tmp_path)
+    if kind != "tools":
+        keys |= {"tools": ["calling.double"], "environments": "calling.Walk"}
+    if kind == "environments":
+        data = Path(keys["dataset_name"])
+        rows = [json.loads(line) for line in data.read_text().splitlines()]
+        data.write_text("".join(json.dumps({**row, "environment": "walk"}) + "\n" for row in rows))
+        keys["environments"] = {"walk": "calling.Walk"}
+    if kind == "environment without data":
+        keys |= {"dataset_name": None, "reward_funcs": []}
+    asked, generate = [], SeededRollouts.generate
+
+    def noted(engine, prompts, *others, **named):
+        asked.append({tuple(ids) for ids in prompts})
+        return generate(engine, prompts, *others, **named)
+
+    monkeypatch.setattr(SeededRollouts, "generate", noted)
+    # transformers would read it as Qwen2's own, which does not know its tokens
+    monkeypatch.setattr(prompts, "tokenizer", lambda *given, **more: calling.tokenizer())
+    recipe = write_recipe(**{"reward_funcs": ["digit_rewards.digits"], **keys}, max_steps=1, dtype="float32")
+    run.main(["--config", recipe])
+    assert mismatch.run(Path(recipe).parent / "run", ["--share_weights", "false"], problems=16) == 0
+    of_run, measured = asked
+    assert of_run <= measured and all(calling.VOCABULARY.index("<tools>") in ids for ids in measured)
+    assert "These are the first turns of episodes" in " ".join(capfd.readouterr().out.split())
 
 
 def test_a_changed_base_is_refused_before_loading(trained, write_recipe, make_nvfp4, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 
 from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.rollout import episodes
 from qerl_recipes.rollout.interface import TakesTurns
 from qerl_recipes.tasks.environment_process import in_its_own_interpreter
 from qerl_recipes.tasks.rewards import FACTORIES
@@ -95,6 +96,18 @@ def test_turns_are_those_of_trls_own_loop(calls, tokens, train, monkeypatch):
     turns, cut = max(len(one.turns) for one in trainer._episodes), sum(one.is_cut for one in trainer._episodes)
     assert cut and records[0]["episodes_cut"] == cut / 32
     assert turns > 1 if tokens == 12 else (turns == 3 if calls else turns > 3)
+
+
+def test_what_stands_between_two_turns_is_as_in_trl(make_trainer, make_nvfp4):
+    """Check the values that TRL's method reads of a trainer; its other tests see the loop's own template alone."""
+    options, said = {"mark": "+"}, [{"role": "tool", "name": "double", "content": text} for text in "78"]
+    trainer = make_trainer(make_nvfp4("qwen2"), turns=TOOLS, chat_template_kwargs=options, **SCRIPTED)
+    for template in (None, calling.TEMPLATE + "{{ '=' if tools else mark }}"):
+        trainer.chat_template = template
+        between = trainer._get_tool_suffix_ids(said)
+        assert episodes.between_turns(said, trainer._tokenizer, {**options, "chat_template": template}) == between
+        assert between == calling.ids("<tool>7<tool>8<assistant>" + ("+" if template else ""))
+    assert trainer._player.options == {**options, "chat_template": template}
 
 
 @pytest.mark.parametrize("leaks", [False, True], ids=["masked", "tools' tokens counted"])

@@ -1,0 +1,131 @@
+"""Time steps of stock TRL: arm ``trl_stock`` of ``qerl bench train``, in a process of its own.
+
+The trainer is TRL's own class, built as TRL's script for GRPO builds it: the frozen base in BF16, PEFT's LoRA, and vLLM
+in the same process, into which TRL loads all weights with the adapter merged before each rollout. Nothing of this
+project takes part in a step but prompts and reward. The clock is read around TRL's methods.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from qerl_recipes.machine.environment import prepare
+
+if __name__ == "__main__":
+    prepare()  # before anything imports torch or vllm
+    os.environ["VLLM_PLUGINS"] = ""  # vLLM as it is without this project
+
+import torch
+import trl
+
+from qerl_recipes.bench.arms import Figures, answer
+from qerl_recipes.bench.train import Request
+from qerl_recipes.bench.train_arm import Memory, TimedSteps, measure, now, random_prompts, random_reward
+from qerl_recipes.rollout.arms import ENGINE_ON_CPU
+
+# name in this benchmark's figures -> TRL's
+METRICS = {
+    "logp_diff_mean": "sampling/sampling_logp_difference/mean",
+    "logp_diff_max": "sampling/sampling_logp_difference/max",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "reward": "reward",
+}
+
+
+class Watch:
+    """Add up the seconds of each part of a rollout; what a method spends inside another one counts for that alone."""
+
+    def __init__(self) -> None:
+        self.memory, self.tokens = Memory(), 0
+        self.seconds = dict.fromkeys(("scoring", "rollout", "swap", "sleep"), 0.0)
+        self._inside = 0.0  # seconds in the timed methods that the current one has called
+
+    def time(self, owner: Any, name: str, part: str) -> None:
+        """Count the time of the method ``name`` of ``owner`` as ``part``."""
+        method = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            self.memory.look()
+            before, self._inside, began = self._inside, 0.0, now()
+            try:
+                result = method(*arguments, **options)
+            finally:
+                took = now() - began
+                self.seconds[part] += took - self._inside
+                self._inside = before + took
+                self.memory.look()
+            if name == "generate":
+                self.tokens += sum(map(len, result[1]))
+            return result
+
+        setattr(owner, name, timed)
+
+
+class TimedTRLSteps(TimedSteps):
+    """Time the steps of TRL's own trainer."""
+
+    def __init__(self, trainer: Any, expected_tokens: int, answers: list[Figures]) -> None:
+        super().__init__(trainer, expected_tokens, answers)
+        self.engine = watch = Watch()
+        engine = trainer.vllm_generation
+        watch.time(trainer, "_generate_and_score_completions", "scoring")
+        watch.time(engine, "generate", "rollout")
+        watch.time(engine, "sync_weights", "swap")
+        watch.time(engine.llm, "sleep", "sleep")
+        watch.time(engine.llm, "wake_up", "sleep")
+
+    def reset(self) -> None:
+        self.engine.tokens = 0
+        self.engine.seconds = dict.fromkeys(self.engine.seconds, 0.0)
+
+    def rollout_parts(self) -> dict[str, float]:
+        return dict(self.engine.seconds)
+
+    def metrics(self, output_dir: str) -> dict[str, float | None]:
+        """Return a place for what TRL logs of this step afterwards."""
+        return {"logp_diff_mean": None}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Figures, **kwargs: Any) -> None:
+        """Take over TRL's metrics of the step that has ended."""
+        if "train_runtime" not in logs:  # of the whole training, at its end
+            self.answers[-1]["metrics"] = {name: logs[of_trl] for name, of_trl in METRICS.items() if of_trl in logs}
+
+
+def begin(request: Request) -> tuple[trl.GRPOTrainer, type[TimedSteps], AbstractContextManager[None]]:
+    """Build TRL's trainer as its script ``trl grpo`` does."""
+    if not torch.cuda.is_available():
+        help_on_a_cpu()
+    settings, model = trl.TrlParser((trl.GRPOConfig, trl.ModelConfig)).parse_args_and_config(request.flags)
+    settings.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    assert request.data is not None
+    trainer = trl.GRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=random_reward,
+        args=settings,
+        train_dataset=random_prompts(**request.data),
+        peft_config=trl.get_peft_config(model),
+    )
+    return trainer, TimedTRLSteps, nullcontext()
+
+
+def help_on_a_cpu() -> None:
+    """Start TRL's engine as all engines on a CPU, and let vLLM keep each weight, into which TRL loads.
+
+    TRL names no such options, and without them vLLM compiles the model. Each weight of a linear layer is otherwise
+    packed and dropped there.
+    """
+    from trl.generation import vllm_generation
+    from vllm import LLM
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    vllm_generation.LLM = partial(LLM, **ENGINE_ON_CPU)
+    utils.dispatch_cpu_unquantized_gemm = keep
+
+
+if __name__ == "__main__":
+    answer(lambda fields, figures: measure(fields, figures, begin))

@@ -1,0 +1,52 @@
+from types import SimpleNamespace
+
+import pytest
+from vllm.model_executor.models import registry
+from vllm.v1.worker import worker_base
+
+from qerl_vllm_plugin.compat import engine
+
+
+def test_a_models_class_is_looked_at_in_this_process(monkeypatch):
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None)
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: pytest.fail("another process"))
+    with engine.start_in_this_process():
+        info = registry.ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls()
+    assert (info.architecture, info.is_text_generation_model) == ("Qwen2ForCausalLM", True)
+    with pytest.raises(pytest.fail.Exception):  # afterwards as before
+        registry.ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls()
+
+
+def test_phases_are_told_apart(monkeypatch):
+    """Check a worker that compiles for 3 s of its profile, and captures graphs for 2 of the last phase's 6 s."""
+    clock = [0.0]
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
+
+    def wait(seconds):
+        clock[0] += seconds
+
+    class Worker:
+        vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(compilation_time=3.0))
+        model_runner = SimpleNamespace(capture_model=lambda: wait(2))
+
+        def load_model(self):
+            wait(1)
+
+        def determine_available_memory(self):
+            wait(5)
+
+        def compile_or_warm_up_model(self):
+            wait(4)
+            self.model_runner.capture_model()
+
+    def init_worker(wrapper):
+        wrapper.worker = Worker()
+
+    monkeypatch.setattr(worker_base.WorkerWrapperBase, "init_worker", init_worker)
+    with engine.start_in_this_process() as seconds:
+        wrapper = SimpleNamespace()
+        worker_base.WorkerWrapperBase.init_worker(wrapper)
+        for phase in engine.START_PHASES:
+            getattr(wrapper.worker, phase)()
+    assert seconds == {"weights": 1, "memory profile": 2, "graphs": 2, "warm-up": 4, "compile": 3}
+    assert not vars(wrapper.worker) and worker_base.WorkerWrapperBase.init_worker is init_worker
