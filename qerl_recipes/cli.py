@@ -16,6 +16,7 @@ except ModuleNotFoundError:
 
 from qerl_recipes.bench.commands import PASS_THROUGH, bench
 from qerl_recipes.evaluate.request import Evaluation, check_tasks, command_signature
+from qerl_recipes.machine.environment import prepare, uncollected
 
 app = typer.Typer(
     name="qerl",
@@ -57,9 +58,10 @@ def options(
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)  # the recipe's parser answers --help
 def train(context: typer.Context) -> None:
     """Train an adapter: qerl train --config RECIPE.yaml [--any_key value ...]"""
-    from qerl_recipes.train.run import main as run
+    with uncollected():
+        from qerl_recipes.train.run import main as run
 
-    run(context.args)
+        run(context.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -75,9 +77,10 @@ def serve(
 
 def evaluate(**options: Any) -> None:
     """Measure the accuracy of a base, and of the base with an adapter, through lighteval on one engine."""
-    from qerl_recipes.evaluate.run import evaluate_each as run
+    with uncollected():
+        from qerl_recipes.evaluate.run import evaluate_each as run
 
-    run([Evaluation.of(**options)])
+        run([Evaluation.of(**options)])
 
 
 evaluate.__signature__ = command_signature()  # type: ignore[attr-defined]
@@ -256,9 +259,10 @@ def evaluate_each(
     evaluations: Annotated[str, typer.Argument(help="JSON: a list of objects with the options of qerl evaluate.")],
 ) -> None:
     """Run several evaluations one after the other, on one engine where they can share it. `qerl study` calls this."""
-    from qerl_recipes.evaluate.run import evaluate_each as run
+    with uncollected():
+        from qerl_recipes.evaluate.run import evaluate_each as run
 
-    run([Evaluation.of(**options) for options in json.loads(evaluations)])
+        run([Evaluation.of(**options) for options in json.loads(evaluations)])
 
 
 @app.command()
@@ -344,8 +348,6 @@ def demo(
 
 def main() -> None:
     """Run the command line; print a refusal as one message and exit with 2. QERL_TRACEBACK=1 shows the traceback."""
-    from qerl_recipes.machine.environment import prepare
-
     prepare()  # before anything imports vllm or torch
     try:
         app()

@@ -51,11 +51,14 @@ class VLLMRollouts(SeededRollouts):
         self._tensor_parallel_group = self._new_groups()
         # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with engine.start_in_this_process() as self.start_seconds:
+        self._sampling = self._sampling_options()
+        like_a_rollout = SamplingParams(
+            **{**self._sampling, **Request([], seed=0, max_tokens=16).limits(self._sampling)}
+        )
+        with engine.start_in_this_process(like_a_rollout) as self.start_seconds:
             self.llm = LLM(**self._options(base, rank, dtype))
         self.longest = self.llm.llm_engine.model_config.max_model_len
         self.policy = Policy(self.llm)
-        self._sampling = self._sampling_options()
         accelerator.wait_for_everyone()
 
     @property
@@ -122,7 +125,7 @@ class VLLMRollouts(SeededRollouts):
         # vLLM draws from this process's generators, though every request has its own seed. The trainer's draws must not
         # depend on the engine.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        parameters = [SamplingParams(**{**self._sampling, **request.limits(self._sampling)}) for request in requests]
+        parameters = [self._parameters(request) for request in requests]
         with torch.random.fork_rng(devices):
             return sampling.generate(self.llm, [one.prompt for one in requests], parameters, self.policy.request)
 
@@ -235,6 +238,9 @@ class VLLMRollouts(SeededRollouts):
         # only stop strings need vLLM to decode tokens to text: the trainer decodes them itself
         options.setdefault("detokenize", bool(options.get("stop")))
         return options
+
+    def _parameters(self, request: Request) -> SamplingParams:
+        return SamplingParams(**{**self._sampling, **request.limits(self._sampling)})
 
     def _new_groups(self) -> Any:
         """Return the process group of the trainer processes that share one engine; None if each has its own."""

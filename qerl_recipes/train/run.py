@@ -1,6 +1,7 @@
 """``qerl train``: read a recipe, check it, train and save the adapter."""
 
 import contextlib
+import gc
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from psutil import Process
 
-from qerl_recipes.machine.environment import prepare
+from qerl_recipes.machine.environment import prepare, warm_compiler
 
 if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has set the environment they read
     import torch
@@ -84,6 +85,7 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
         with explained(run.plan, training.output_dir):
             trainer = build(run, times)
             times.watch(trainer)
+        gc.enable()  # an engine on a server has not done it
         with _stops_on_sigterm(trainer) as stop:
             with explained(run.plan, training.output_dir, trainer):
                 trainer.train(resume)
@@ -189,6 +191,7 @@ def assemble(
     notes how long the parts take.
     ``trainer_arguments`` are further arguments of QerlGRPOTrainer. If a later part fails, the engine is shut down.
     """
+    warm_compiler()
     from peft import PeftModel
 
     from qerl_recipes.hooks import find

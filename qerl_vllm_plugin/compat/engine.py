@@ -1,6 +1,7 @@
 """Check an engine's version and configuration, time its start, and find its model, as read in vLLM 0.26 to 0.32."""
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from qerl_vllm_plugin import TESTED_VLLM
 from qerl_vllm_plugin.compat.worker import model_of
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.qerl")
@@ -132,8 +134,13 @@ def checkpoint_folder(vllm_config: "VllmConfig") -> Path | None:
     return Path(file).parent if isinstance(file, str) else None
 
 
+@functools.cache  # once in a process: later there may be garbage among the objects
+def _leave_out_imports() -> None:
+    gc.freeze()
+
+
 @contextmanager
-def start_in_this_process() -> Iterator[dict[str, float]]:
+def start_in_this_process(warm_up: "SamplingParams | None" = None) -> Iterator[dict[str, float]]:
     """Quicken and time the start of an engine that is made inside the ``with`` block and runs in this process.
 
     Yields the seconds of each phase, which are there once the block has ended. ``memory profile`` includes the
@@ -141,13 +148,19 @@ def start_in_this_process() -> Iterator[dict[str, float]]:
 
     vLLM looks at a model's class in a new process, once for each release. This process imports that class anyway, and a
     new one takes as long as importing vLLM.
+
+    A GPU engine samples at its start, so that Triton compiles its kernels. ``warm_up`` takes the place of vLLM's own
+    parameters there, which ask for every kernel: penalties, top-k, a grammar, banned words.
+
+    Garbage is collected only where vLLM asks for it, and never among what was imported before the first engine.
     """
+    from vllm import SamplingParams
     from vllm.model_executor.models import registry
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     seconds: dict[str, float] = {}
     workers: list[Any] = []
-    init_worker = WorkerWrapperBase.init_worker
+    init_worker, vllms_own = WorkerWrapperBase.init_worker, SamplingParams.for_sampler_warmup
 
     def timed(owner: Any, method: str, phase: str) -> Callable[..., Any]:
         call = getattr(owner, method)
@@ -171,11 +184,17 @@ def start_in_this_process() -> Iterator[dict[str, float]]:
         for method, phase in START_PHASES.items():
             setattr(wrapper.worker, method, timed(wrapper.worker, method, phase))
 
-    with (
-        patch.object(WorkerWrapperBase, "init_worker", init_and_time),
-        patch.object(registry, "_run_in_subprocess", lambda look: look()),
-    ):
-        yield seconds
+    _leave_out_imports()
+    gc.disable()
+    try:
+        with (
+            patch.object(WorkerWrapperBase, "init_worker", init_and_time),
+            patch.object(registry, "_run_in_subprocess", lambda look: look()),
+            patch.object(SamplingParams, "for_sampler_warmup", lambda: warm_up or vllms_own()),
+        ):
+            yield seconds
+    finally:
+        gc.enable()
     if not workers:
         return
     compiling = workers[0].vllm_config.compilation_config.compilation_time

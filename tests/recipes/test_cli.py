@@ -1,5 +1,6 @@
 """Test the command line itself: the spelling of its options, and its message where it cannot run at all."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typer.testing import CliRunner
 
 from qerl_recipes import cli
 from qerl_recipes.convert import calibrate
+from qerl_recipes.evaluate import run as evaluate
 from qerl_recipes.memory import table
-from qerl_recipes.train import mismatch
+from qerl_recipes.train import mismatch, run
 
 
 def commands(group, path=()):
@@ -32,6 +34,16 @@ def test_the_help_has_every_option_in_full_and_once(path, command, monkeypatch):
         if option.param_type_name == "option":
             assert all("_" not in name for name in option.opts)
             assert words.count(option.opts[0]) == (not option.hidden), option.opts
+
+
+def test_no_garbage_is_collected_while_a_command_imports(monkeypatch):
+    seen = []
+    monkeypatch.setattr(run, "main", lambda _: seen.append(gc.isenabled()))
+    monkeypatch.setattr(evaluate, "evaluate_each", lambda _: seen.append(gc.isenabled()) or 1 / 0)
+    CliRunner().invoke(cli.app, ["train"])
+    CliRunner().invoke(cli.app, ["evaluate", "a_base", "--tasks", "pick_number", "--output-dir", "out"])
+    CliRunner().invoke(cli.app, ["evaluate-each", "[]"])
+    assert seen == [False] * 3 and gc.isenabled()
 
 
 @pytest.mark.parametrize("option", ["--gpu-memory", "--gpu_memory"])

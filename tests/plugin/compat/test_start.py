@@ -1,6 +1,8 @@
+import gc
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
 from vllm.model_executor.models import registry
 from vllm.v1.worker import worker_base
 
@@ -50,3 +52,19 @@ def test_phases_are_told_apart(monkeypatch):
             getattr(wrapper.worker, phase)()
     assert seconds == {"weights": 1, "memory profile": 2, "graphs": 2, "warm-up": 4, "compile": 3}
     assert not vars(wrapper.worker) and worker_base.WorkerWrapperBase.init_worker is init_worker
+
+
+def test_a_start_samples_as_it_is_told():
+    own = SamplingParams.for_sampler_warmup()
+    with engine.start_in_this_process(SamplingParams(temperature=0.5)):
+        assert SamplingParams.for_sampler_warmup() == SamplingParams(temperature=0.5)
+    with engine.start_in_this_process():
+        assert SamplingParams.for_sampler_warmup() == own
+    assert SamplingParams.for_sampler_warmup() == own
+
+
+def test_garbage_is_collected_again_after_a_start():
+    with pytest.raises(ValueError, match="failed"), engine.start_in_this_process():
+        assert not gc.isenabled()
+        raise ValueError("failed")
+    assert gc.isenabled()

@@ -29,6 +29,16 @@ def test_a_gpu_keeps_its_processes_threads_and_compiler() -> None:
     assert variables.items() >= environment.EVERYWHERE.items()
 
 
+def test_tritons_cache_is_one_for_all_models_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found: list[str | None] = []
+    for given in ({}, {"TRITON_HOME": "/own"}, {"TRITON_CACHE_DIR": "/mine"}):
+        variables: dict[str, str] = dict(given)
+        environment.set_defaults(variables, cuda=True)
+        found.append(variables["TRITON_CACHE_DIR"])
+    assert found == [f"{tmp_path}/.triton/cache", "/own/.triton/cache", "/mine"]
+
+
 @pytest.mark.parametrize("name", [*environment.EVERYWHERE, *environment.ON_CPU, "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["chosen", ""])
 def test_what_a_user_has_set_stays(name: str, value: str) -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft.utils import get_peft_model_state_dict
+from vllm import SamplingParams
 
 from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout import engine as engine_module
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
 from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.rollout.interface import Snapshot, Turn
@@ -69,6 +71,24 @@ def engine(start_engine):
     engine = start_engine(16)
     yield engine
     engine.close()
+
+
+def test_an_engine_warms_up_what_its_rollouts_sample_with(start_engine, monkeypatch):
+    seen = []
+
+    def started(**options):
+        seen.append(SamplingParams.for_sampler_warmup())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_module, "LLM", started)
+    for keys in ({"top_k": 20}, {"generation_kwargs": {"min_tokens": 9, "stop": ["7"]}}):
+        with pytest.raises(KeyboardInterrupt):
+            start_engine(16, temperature=0.5, **keys)
+    assert [(each.temperature, each.top_k, each.min_p, each.logprobs) for each in seen] == [
+        (0.5, 20, 0.0, 0),
+        (0.5, 0, 0.0, 0),
+    ]
+    assert [each.min_tokens for each in seen] == [0, 9]
 
 
 @torch.no_grad()
