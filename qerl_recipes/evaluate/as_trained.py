@@ -38,10 +38,12 @@ TASK_OF = {
 }
 HELD_OUT = "held_out.jsonl"  # of a run's folder: the problems that its data held out, where no other task has them
 UNKNOWN, PROBLEMS = "TASKS", "PROBLEMS.jsonl"
-# keys of a recipe that say how the policy acts, and what it gets for that
+# keys of a recipe that say how the policy acts, wherever it acts, and those that belong to the run's own episodes
+EVERYWHERE = ("response_template", "max_tool_calling_iterations", "max_tool_tokens", "max_tool_seconds")
 ACTING = (
-    *("tools", "environments", "environment_kwargs", "environment_python", "response_template"),
-    *("max_tool_calling_iterations", "max_tool_tokens", "max_tool_seconds", "reward_funcs", "reward_weights"),
+    *("tools", "environments", "environment_kwargs", "environment_python"),
+    *EVERYWHERE,
+    *("reward_funcs", "reward_weights"),
 )
 # Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
 # from the tokens; the trainer decodes tokens itself, without them.
@@ -92,10 +94,14 @@ def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[s
     return kwargs
 
 
-def acting(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recipe that say how its policy acts; empty for one that takes a single turn."""
+def acting(recipe: Mapping[str, Any], tasks: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the keys of a recipe that say how its policy acts; empty for one that takes a single turn.
+
+    If ``tasks`` are named and none is the run's own, tools, environments and rewards are left out: they have no part.
+    """
     acts = recipe.get("tools") or recipe.get("environments")
-    return {key: recipe[key] for key in ACTING if recipe.get(key)} if acts else {}
+    is_own = tasks is None or any(acts_as_in(name, recipe) for name in tasks)
+    return {key: recipe[key] for key in (ACTING if is_own else EVERYWHERE) if recipe.get(key)} if acts else {}
 
 
 def acts_as_in(task: str, recipe: Mapping[str, Any]) -> bool:
@@ -257,5 +263,6 @@ def is_of_training(task: str, recipe: Mapping[str, Any], problems: Path | None =
     else:
         return False
     trained_on = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
+    trained_on += [part.get("id") for part in (recipe.get("dataset_mixture") or {}).get("datasets") or ()]
     places = [Path(place).resolve() for place in trained_on if place is not None]
     return any(file in (place, place / "train.jsonl") for place in places)

@@ -6,6 +6,7 @@ result is written to ``evaluation.json``, the answers to ``answers.jsonl`` besid
 """
 
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -48,8 +49,7 @@ from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from qerl_recipes.evaluate.answers import Judged
-    from qerl_recipes.evaluate.episodes import Played, Task
+    from qerl_recipes.evaluate.episodes import Task
     from qerl_recipes.evaluate.tasks import Benchmark
 
 RESULT, ANSWERS = "evaluation.json", "answers.jsonl"
@@ -110,16 +110,12 @@ class Settled:
 
     def acting(self) -> dict[str, Any]:
         """Return what tells how the policy acts: the recipe's keys, and the reward from which an episode succeeds."""
-        own = (
-            {}
-            if self.evaluation.response_template is None
-            else {"response_template": self.evaluation.response_template}
-        )
-        recipe = {} if self.saved is None else acting(self.saved.recipe)
-        return {**recipe, **own, "success_at": self.evaluation.least_reward}
+        recipe = {} if self.saved is None else acting(self.saved.recipe, self.evaluation.tasks)
+        own = self.evaluation.response_template
+        return {**recipe, **({"response_template": own} if own else {}), "success_at": self.evaluation.least_reward}
 
 
-def evaluate(base: str, adapter: str | Path | None, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
+def evaluate(base: str, adapter: str | Path | None, tasks: str | Sequence[str], **options: Any) -> dict[str, Any]:
     """Evaluate ``base`` alone and, if given, with ``adapter``; return the content of ``output_dir/evaluation.json``.
 
     ``options`` are the fields of ``request.Evaluation``. In the result, ``tasks[name]["base" or "adapter"]`` has:
@@ -137,7 +133,7 @@ def evaluate(base: str, adapter: str | Path | None, tasks: Sequence[str], **opti
     ``as_in_training`` lists the choices that the adapter's training settled. ``of_training`` lists the tasks whose
     problems come from the file that the adapter was trained on. Raises ValueError as ``settle`` does.
     """
-    return evaluate_each([Evaluation.of(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
+    return evaluate_each([Evaluation.of(base=base, adapter=adapter, tasks=tasks, **options)])[0]
 
 
 def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
@@ -150,34 +146,41 @@ def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     settled = [settle(one) for one in evaluations]
     for one in settled:
         _refuse_another(one)
-    for one in settled:
         if one.saved is not None and not one.evaluation.quiet:
             Console().print(_as_trained(one), markup=False, highlight=False)
     # These modules import vLLM, which takes long: a mistyped name is refused before.
     from transformers import AutoTokenizer
 
-    from qerl_recipes.evaluate import answers, episodes
+    from qerl_recipes.evaluate import answers
     from qerl_recipes.evaluate import tasks as evaluation_tasks
 
     tokenizers = {folder: AutoTokenizer.from_pretrained(folder) for folder in {one.engine.folder for one in settled}}
-    for one in settled:
-        answers.check(tokenizers[one.engine.folder], one.evaluation)
-    prepared = {id(one): episodes.prepare(one.evaluation, one.saved, one.engine.folder) for one in settled}
-    results = []
-    # An evaluation without an adapter gets its own engine, since no change of policy would empty the prefix cache.
-    for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
-        with evaluation_tasks.quietly():
-            group = []
-            for one in those:
-                one.evaluation.output_dir.mkdir(parents=True, exist_ok=True)
-                group.append((one, evaluation_tasks.load_evaluation(one.evaluation), prepared[id(one)]))
-                _refuse_another(one, [*group[-1][1], *group[-1][2]])
+    load = functools.cache(evaluation_tasks.load)  # evaluations of a study ask for the same problems
+    measured: dict[int, tuple[list[Benchmark], list[Task]]] = {}
+    with evaluation_tasks.quietly():
+        for one in settled:
+            answers.check(tokenizers[one.engine.folder], one.evaluation)
+            measured[id(one)] = evaluation_tasks.load_evaluation(one.evaluation, load), _prepared(one)
+            _refuse_another(one, [*measured[id(one)][0], *measured[id(one)][1]])
+        for one in settled:
+            one.evaluation.output_dir.mkdir(parents=True, exist_ok=True)
+        results = []
+        # An evaluation without an adapter gets its own engine: no change of policy would empty the prefix cache.
+        for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
             llm = start(engine)
             try:
-                results += [_answered(llm, *each) for each in group]
+                results += [_answered(llm, one, *measured[id(one)]) for one in those]
             finally:
                 close(llm)
     return results
+
+
+def _prepared(one: Settled) -> "list[Task]":
+    if not one.evaluation.episodes:  # they alone need TRL
+        return []
+    from qerl_recipes.evaluate.episodes import prepare
+
+    return prepare(one.evaluation, one.saved, one.engine.folder)
 
 
 def settle(evaluation: Evaluation) -> Settled:
@@ -190,17 +193,16 @@ def settle(evaluation: Evaluation) -> Settled:
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install '.[eval]' in a clone")
-    evaluation, saved = evaluation.checked(), None
+    evaluation, saved, rank = evaluation.checked(), None, None
     as_in_training: list[str] = []
-    quantization, dtype, rank = evaluation.quantization, evaluation.dtype, None
     if evaluation.adapter is not None:
         saved = open_adapter(evaluation.adapter)
         evaluation, as_in_training = taken_over(evaluation, saved)
         if evaluation.episodes:
-            keys = acting(saved.recipe).items()
+            keys = acting(saved.recipe, evaluation.tasks).items()
             as_in_training += [key if key == "response_template" else f"{key} {shown(value)}" for key, value in keys]
-        quantization, dtype = quantization or saved.quantization, dtype or saved.recipe.get("dtype")
-    quantization, dtype = quantization or "qerl_nvfp4", dtype or "bfloat16"
+    quantization = evaluation.quantization or (saved and saved.quantization) or "qerl_nvfp4"
+    dtype = evaluation.dtype or (saved and saved.recipe.get("dtype")) or "bfloat16"
     folder = _check_base(evaluation.base, quantization, dtype, saved)
     base_hash = run_state.base_hash(folder)
     if saved is not None:
@@ -270,35 +272,33 @@ def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark | Task] | None
 def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks: "Sequence[Task]") -> dict[str, Any]:
     """Evaluate each policy on the running engine, write the result and the answers, and return the result."""
     from qerl_recipes.evaluate.answers import ask, uses_template
-    from qerl_recipes.evaluate.episodes import play, side_by_side
 
     evaluation, saved, output = one.evaluation, one.saved, one.evaluation.output_dir
-    judged: dict[str, dict[str, list[Judged]]] = {}
-    played: dict[str, dict[str, list[Played]]] = {}
-    measured: list[Benchmark | Task] = [*benchmarks, *tasks]
+    if tasks:
+        from qerl_recipes.evaluate.episodes import play, side_by_side
+    answered: dict[str, dict[str, Sequence[Any]]] = {}  # policy -> task -> its problems, as Judged or Played
     for label in one.policies:
         request = None if saved is None else install(llm, saved if label == "adapter" else None)
-        judged[label] = ask(llm, request, benchmarks, evaluation, label) if benchmarks else {}
-        played[label] = {task.name: play(llm, request, task, evaluation, label) for task in tasks}
+        answered[label] = {**ask(llm, request, benchmarks, evaluation, label)} if benchmarks else {}
+        for task in tasks:
+            answered[label][task.name] = play(llm, request, task, evaluation, label)
     settings = one.settings()
     settings["sampling"]["use_chat_template"] = uses_template(llm.get_tokenizer(), evaluation)
+    figures_of = {name: of_episodes if name in evaluation.episodes else summarize for name in evaluation.tasks}
+    recipe = {} if saved is None else saved.recipe
     result = {
         "tasks": {
-            name: {label: of_episodes(of[name], evaluation.num_samples) for label, of in played.items()}
-            if name in evaluation.episodes
-            else {label: summarize(of[name], evaluation.num_samples) for label, of in judged.items()}
+            name: {label: figures_of[name](of[name], evaluation.num_samples) for label, of in answered.items()}
             for name in evaluation.tasks
         },
-        "shown": {task.name: side_by_side({label: of[task.name] for label, of in played.items()}) for task in tasks},
+        "shown": {task.name: side_by_side({label: of[task.name] for label, of in answered.items()}) for task in tasks},
         "base": evaluation.base,
         "adapter": None if saved is None else str(saved.path),
         "trained_on": None if saved is None else saved.quantization,
         "as_in_training": one.as_in_training,
-        "of_training": []
-        if saved is None
-        else [name for name in evaluation.tasks if is_of_training(name, saved.recipe, evaluation.problems)],
+        "of_training": [name for name in evaluation.tasks if is_of_training(name, recipe, evaluation.problems)],
         **settings,
-        "problems_sha256": {b.name: b.digest() for b in measured},
+        "problems_sha256": {b.name: b.digest() for b in benchmarks} | {task.name: task.digest() for task in tasks},
         "max_new_tokens": {
             **{b.name: evaluation.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
             **{task.name: evaluation.max_new_tokens for task in tasks},
@@ -308,12 +308,10 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": {**run_state.versions(), "lighteval": importlib.metadata.version("lighteval")},
     }
-    parts: list[Mapping[str, Mapping[str, Sequence[Any]]]] = [judged, played]
     lines = [
         {"task": name, "model": label, **asdict(problem)}
-        for label in one.policies
-        for part in parts
-        for name, problems in part[label].items()
+        for label, of in answered.items()
+        for name, problems in of.items()
         for problem in problems
     ]
     write_text(output / ANSWERS, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
@@ -321,14 +319,21 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
     for warning in [*too_many_cut(result), *unscored(result)]:
         warnings.warn(warning, stacklevel=4)
     if not evaluation.quiet:
-        Console().print(table(result))
-        for name, problem in result["shown"].items():
-            Console().print(_columns(name, problem))
-        for task in result["of_training"]:
-            line = f"{task} is what the adapter was trained on, whole or in part: these are no unseen problems"
-            Console().print(line, markup=False, highlight=False, soft_wrap=True)
-        Console().print(f"wrote {output / RESULT} and {ANSWERS} beside it", markup=False, highlight=False)
+        _print(result, output)
     return result
+
+
+def _print(result: Mapping[str, Any], output: Path) -> None:
+    """Print the accuracies, one problem of each task of episodes, and where everything was written."""
+    Console().print(table(result))
+    for name, problem in result["shown"].items():
+        Console().print(_columns(name, problem))
+    lines = [
+        f"{task} is what the adapter was trained on, whole or in part: these are no unseen problems"
+        for task in result["of_training"]
+    ]
+    for line in [*lines, f"wrote {output / RESULT} and {ANSWERS} beside it"]:
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(result: Mapping[str, Any]) -> Table:

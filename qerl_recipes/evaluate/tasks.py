@@ -126,10 +126,10 @@ def load(
     return benchmarks
 
 
-def load_evaluation(evaluation: Evaluation) -> list[Benchmark]:
-    """Load the benchmarks of one evaluation, as ``load`` does; tasks of episodes are none."""
+def load_evaluation(evaluation: Evaluation, load: Callable[..., list[Benchmark]] = load) -> list[Benchmark]:
+    """Load the benchmarks of one evaluation by ``load``, which may keep them; tasks of episodes are none."""
     options = {name: getattr(evaluation, name) for name in ("max_samples", "num_fewshot", "num_samples")}
-    names = [name for name in evaluation.tasks if not has_episodes(name)]
+    names = tuple(name for name in evaluation.tasks if not has_episodes(name))
     return load(names, **options) if names else []
 
 

@@ -259,6 +259,15 @@ def test_a_run_that_acts_leaves_its_problems(tmp_path: Path) -> None:
         (tmp_path / as_trained.HELD_OUT).unlink()
 
 
+def test_another_environment_has_no_part_in_the_runs_tools() -> None:
+    recipe = {"environments": {"a": "x.A"}, "tools": ["t"], "reward_funcs": ["r"], "max_tool_tokens": 5, "beta": 0.0}
+    assert as_trained.acting(recipe, ["environment:x.A", "gsm8k"]) == {"max_tool_tokens": 5}
+    assert as_trained.acting(recipe, ["gsm8k", "environment:a"]) == as_trained.acting(recipe) == {
+        key: value for key, value in recipe.items() if key != "beta"
+    }  # fmt: skip
+    assert as_trained.acting({"tools": ["t"]}, ["tools"]) and not as_trained.acting({"reward_funcs": ["r"]}, ["tools"])
+
+
 def test_a_task_of_the_training_file_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine, folder = {"dataset_name": "mine.jsonl"}, {"dataset_name": str(tmp_path / "data")}
@@ -271,6 +280,7 @@ def test_a_task_of_the_training_file_is_known(tmp_path: Path, monkeypatch: pytes
         ("jsonl:data/train.jsonl", folder, True),
         ("jsonl:data/test.jsonl", folder, False),
         ("gsm8k", {"dataset_name": "gsm8k"}, False),
+        ("jsonl:mine.jsonl", {"dataset_mixture": {"datasets": [{"id": "x"}, {"id": "mine.jsonl"}]}}, True),
         ("jsonl:mine.jsonl", {}, False),
     ]
     assert [as_trained.is_of_training(task, recipe) for task, recipe, _ in cases] == [known for *_, known in cases]

@@ -260,11 +260,35 @@ def test_refused_before_the_engine_starts(options: dict[str, Any], message: str,
     refused(message, **options)
 
 
-def test_all_evaluations_are_refused_before_the_first_begins(make_nvfp4: Make, refused: Any, tmp_path: Path) -> None:
+def test_all_evaluations_are_refused_before_the_first_begins(
+    make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = {"base": str(make_nvfp4("qwen2")), "tasks": ["running_sum"], "output_dir": tmp_path / "o"}
     with pytest.raises(ValueError, match=r"temperature is -1\.0"):
         evaluate.evaluate_each([Evaluation(**good), Evaluation(**good, temperature=-1.0)])
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1=", "answer": "one"}\n')
+    unreadable = {**good, "adapter": None, "tasks": [f"jsonl-number:{tmp_path}/x.jsonl"]}
+    monkeypatch.setattr(evaluate, "start", started)
+    with pytest.raises(ValueError, match="so that whatever is said would be wrong"):
+        evaluate.evaluate_each([Evaluation(**good), Evaluation(**unreadable)])
     assert not (tmp_path / "o").exists()
+
+
+def test_an_evaluation_loads_what_it_needs_and_once(
+    make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that TRL, which alone takes half a second, is not imported where nothing has turns."""
+    from qerl_recipes.evaluate import tasks
+
+    monkeypatch.setattr(evaluate, "start", started)
+    monkeypatch.setitem(sys.modules, "qerl_recipes.evaluate.episodes", None)  # an import of it would fail
+    loaded, load = [], tasks._definition
+    monkeypatch.setattr(tasks, "_definition", lambda name: loaded.append(name) or load(name))
+    base = {"base": str(make_nvfp4("qwen2")), "tasks": ["running_sum"], "max_samples": 2}
+    both = [Evaluation(**base, output_dir=tmp_path / name) for name in "ab"]
+    with pytest.raises(AssertionError, match="the engine was started"):
+        evaluate.evaluate_each(both)
+    assert loaded == ["running_sum"]
 
 
 @pytest.mark.parametrize(
