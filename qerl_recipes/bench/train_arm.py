@@ -32,6 +32,7 @@ from qerl_recipes.memory import plan as memory_plan
 from qerl_recipes.memory.table import explained
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.rollout.engine import VLLMRollouts
+from qerl_recipes.rollout.sampling import Completion
 from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
 
@@ -117,6 +118,7 @@ class FP8Rollouts(VLLMRollouts):
     """
 
     model: "PeftModel"  # the trainer's; ``begin`` sets it once it is built
+    sleep_level = 2  # discards the weights, since a sync brings all of them
 
     def sync_weights(self) -> None:
         """Give the engine all weights of the policy.
@@ -127,6 +129,11 @@ class FP8Rollouts(VLLMRollouts):
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(self.model)})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine kept its prefix cache, whose keys and values are of the policy before")
+
+    def _complete(self, *arguments: Any) -> list[Completion]:
+        if self._is_asleep:  # asked again within a rollout, after the weights were discarded
+            self.sync_weights()
+        return super()._complete(*arguments)
 
     def _options(self, *arguments: Any) -> dict[str, Any]:
         """Return the options of the bf16 arm, with FP8 in place of LoRA slots."""

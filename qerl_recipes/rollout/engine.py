@@ -35,6 +35,9 @@ class VLLMRollouts(SeededRollouts):
     ``rollout.interface.StartEngine`` describes the arguments.
     """
 
+    # of vLLM's sleep: 1 moves the weights to CPU memory; 2 would discard them, and only the checkpoint holds them
+    sleep_level = 1
+
     def __init__(
         self,
         base: str,
@@ -268,15 +271,14 @@ class VLLMRollouts(SeededRollouts):
     def _sleep(self) -> None:
         """Free GPU memory for the trainer until the next rollout.
 
-        An engine that has lent its weights keeps them and frees the KV cache alone. Otherwise sleep level 1 moves the
-        weights to CPU memory. Level 2 would discard them, and only the checkpoint holds them.
+        An engine that has lent its weights keeps them and frees the KV cache alone.
         """
         if not self._training.vllm_enable_sleep_mode or self._is_asleep:
             return
         if self._is_lent:
             self.policy.release_kv_cache()
         else:
-            self.llm.sleep(level=1)
+            self.llm.sleep(level=self.sleep_level)
         self._is_asleep = True
 
     def _wake(self) -> None:

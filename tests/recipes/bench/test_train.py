@@ -103,6 +103,36 @@ def test_fp8_weights_are_made_of_the_merged_ones() -> None:
     assert all(torch.equal(given[name], merged[name]) for name in merged)
 
 
+def test_an_fp8_engine_gets_its_weights_after_every_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qerl_recipes.bench.train_arm import FP8Rollouts
+    from qerl_recipes.rollout.engine import VLLMRollouts
+
+    events: list[str] = []
+
+    def complete(engine: Any, *arguments: Any) -> None:
+        events.append("generate")
+        engine._sleep()
+
+    monkeypatch.setattr(VLLMRollouts, "_complete", complete)
+    engine: Any = FP8Rollouts.__new__(FP8Rollouts)
+    engine._training, engine._is_lent, engine._is_asleep = SimpleNamespace(vllm_enable_sleep_mode=True), False, False
+    engine.model, is_empty = None, [True]
+    engine.llm = SimpleNamespace(
+        sleep=lambda level: events.append(f"sleep {level}"),
+        wake_up=lambda: events.append("wake"),
+        collective_rpc=lambda method, kwargs: events.append(method),
+        reset_prefix_cache=lambda: is_empty[0],
+    )
+    engine.sync_weights()
+    engine._complete([], None)
+    engine._complete([], None)
+    loaded = ["reload_weights", "generate", "sleep 2"]
+    assert events == [*loaded, "wake", *loaded]
+    is_empty[0] = False
+    with pytest.raises(RuntimeError, match="kept its prefix cache"):
+        engine.sync_weights()
+
+
 def test_other_stacks_get_the_same_work_and_the_gpu() -> None:
     work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0)
     h100 = Gpu(85 * GB, is_hopper=True)
