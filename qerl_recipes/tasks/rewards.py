@@ -11,7 +11,6 @@ out of the reward's mean.
 
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -143,8 +142,12 @@ def accuracy(completions: list[Completion], solution: list[Any], **columns: Any)
     """
     from trl.rewards import accuracy_reward
 
+    return accuracy_reward(*_for_math_verify(completions, solution), log_extra=columns.get("log_extra"))
+
+
+def _for_math_verify(completions: list[Completion], solution: list[Any]) -> tuple[list[Any], list[str]]:
     messages = [[{"role": "assistant", "content": text_of(completion)}] for completion in completions]
-    return accuracy_reward(messages, [answers.written(value) for value in solution], log_extra=columns.get("log_extra"))
+    return messages, [answers.written(value) for value in solution]
 
 
 def dapo_score(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
@@ -188,23 +191,21 @@ def cosine(script: ScriptArguments) -> Reward:
     Lengths are in characters, as in Open-R1. A longer answer than ``cosine_max_len`` counts as that long; Open-R1's
     cosine would rise again. Source: appendix C.1 of arXiv 2502.03373.
     """
+    from trl.rewards import get_cosine_scaled_reward
+
     if script.cosine_max_len < 1:
         raise ConfigError(f"cosine_max_len must be at least 1 character, not {script.cosine_max_len}")
+    scaled = get_cosine_scaled_reward(
+        script.cosine_max_len,
+        script.cosine_min_value_wrong,
+        script.cosine_max_value_wrong,
+        script.cosine_min_value_correct,
+        script.cosine_max_value_correct,
+    )
 
     def cosine(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
-        rewards: list[float | None] = []
-        for completion, right in zip(completions, accuracy(completions, solution), strict=True):
-            if right is None:
-                rewards.append(None)
-                continue
-            progress = min(len(text_of(completion)) / script.cosine_max_len, 1.0)
-            shortest, longest = (
-                (script.cosine_max_value_correct, script.cosine_min_value_correct)
-                if right
-                else (script.cosine_min_value_wrong, script.cosine_max_value_wrong)
-            )
-            rewards.append(longest + 0.5 * (shortest - longest) * (1.0 + math.cos(progress * math.pi)))
-        return rewards
+        characters = [text_of(completion) for completion in completions]  # in place of token ids
+        return scaled(*_for_math_verify(completions, solution), characters)
 
     return cosine
 
