@@ -81,23 +81,48 @@ class Outcome(NamedTuple):
 
 
 def run(
-    program: str,
-    stdin: str = "",
-    *,
-    seconds: float,
-    memory_bytes: int = MEMORY,
-    output_bytes: int = OUTPUT,
+    program: str, stdin: str = "", *, seconds: float, output_bytes: int = OUTPUT, how: str | None = None
 ) -> Outcome:
     """Run a Python program with this interpreter and its packages; return when all its processes are dead.
 
     ``seconds`` limits the CPU time of all its processes. Twice as much and one second limits the time in which it runs
-    or sleeps; the time in which it waits for a processor does not count. ``memory_bytes`` limits the address space of
-    each process. Two runs of one program give the same output unless it asks for the time, for chance or for the
-    network: hashes have a fixed seed, and its folder is left out.
+    or sleeps; the time in which it waits for a processor does not count. Each process has an address space of 1 GiB.
+    Two runs of one program give the same output unless it asks for the time, for chance or for the network: hashes
+    have a fixed seed, and its folder is left out. ``how`` it is shut in is what ``kind`` says.
 
     Raises SandboxError if the program could not be started, or got too little of a processor to judge it.
     """
-    return _run(kind(), program, stdin, seconds, memory_bytes, output_bytes)
+    how = how or kind()
+    with _folder() as place, _user_id() as uid:
+        folder, source = place / "work", place / "program.py"
+        folder.mkdir(mode=0o700)
+        source.write_text(program, encoding="utf-8", errors="replace")
+        (place / "input").write_text(stdin, encoding="utf-8", errors="replace")
+        if uid is not None:
+            place.chmod(0o755)
+            os.chown(folder, uid, uid)
+        cpu, wall = max(1, math.ceil(seconds)), 2 * seconds + 1
+        most = {"AS": MEMORY, "FSIZE": DISK, "NOFILE": OPEN_FILES, "CORE": 0, "NPROC": _most_processes(how)}
+        limits = {f"RLIMIT_{name}": (limit, limit) for name, limit in most.items()}
+        settings = {
+            "namespaces": how == NAMESPACES,
+            "uid": uid,
+            "folder": str(folder),
+            "home": os.path.realpath(os.path.expanduser("~")),
+            "visible": [*_interpreter(), str(place)],
+            "disk": DISK,
+            "limits": {**limits, "RLIMIT_CPU": (cpu, cpu + 1)},  # at the first it is told to end, at the second ended
+            "cpu_seconds": cpu,
+            "wall_seconds": wall,
+            "longest": LONGEST_WAIT * wall + 5,
+            "out_of_time": OUT_OF_CPU_TIME,
+            "command": [PYTHON, "-s", str(source)],
+        }
+        status, cpu_seconds = _launch(settings, place, uid, LONGEST_WAIT * wall)
+        output = _read(place / "output", output_bytes).replace(f"{place}/", "")
+        errors = _read(place / "errors", output_bytes, from_end=True).replace(f"{place}/", "")
+        out_of_time = status == OUT_OF_CPU_TIME or (status == KILLED and cpu_seconds >= cpu)
+        return Outcome(output, errors, None if out_of_time else status, cpu_seconds)
 
 
 @functools.cache
@@ -110,7 +135,7 @@ def kind() -> str:
     reasons = []
     for possible in (NAMESPACES, OWN_USER if is_root else LIMITS):
         try:
-            outcome = _run(possible, "print(6 * 7)", "", 20, MEMORY, OUTPUT)
+            outcome = run("print(6 * 7)", seconds=20, how=possible)
         except (SandboxError, OSError) as error:
             reasons.append(f"{possible}: {error}")
             continue
@@ -131,46 +156,6 @@ def kind() -> str:
         else "use another code_provider"
     )
     raise SandboxError(f"cannot limit programs here ({'; '.join(reasons)}); {way_out}")
-
-
-def _run(kind: str, program: str, stdin: str, seconds: float, memory_bytes: int, output_bytes: int) -> Outcome:
-    with _folder() as place, _user_id() as uid:
-        folder, source = place / "work", place / "program.py"
-        folder.mkdir(mode=0o700)
-        source.write_text(program, encoding="utf-8", errors="replace")
-        (place / "input").write_text(stdin, encoding="utf-8", errors="replace")
-        if uid is not None:
-            place.chmod(0o755)
-            os.chown(folder, uid, uid)
-        cpu, processes = max(1, math.ceil(seconds)), _most_processes(kind)
-        limits = {
-            "RLIMIT_CPU": (cpu, cpu + 1),  # at the first it is told to end, at the second it is ended
-            "RLIMIT_AS": (memory_bytes, memory_bytes),
-            "RLIMIT_FSIZE": (DISK, DISK),
-            "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
-            "RLIMIT_CORE": (0, 0),
-            "RLIMIT_NPROC": (processes, processes),
-        }
-        wall = 2 * seconds + 1
-        settings = {
-            "namespaces": kind == NAMESPACES,
-            "uid": uid,
-            "folder": str(folder),
-            "home": os.path.realpath(os.path.expanduser("~")),
-            "visible": [*_interpreter(), str(place)],
-            "disk": DISK,
-            "limits": limits,
-            "cpu_seconds": cpu,
-            "wall_seconds": wall,
-            "longest": LONGEST_WAIT * wall + 5,
-            "out_of_time": OUT_OF_CPU_TIME,
-            "command": [PYTHON, "-s", str(source)],
-        }
-        status, cpu_seconds = _launch(settings, place, uid, LONGEST_WAIT * wall)
-        output = _read(place / "output", output_bytes).replace(f"{place}/", "")
-        errors = _read(place / "errors", output_bytes, from_end=True).replace(f"{place}/", "")
-        out_of_time = status == OUT_OF_CPU_TIME or (status == KILLED and cpu_seconds >= cpu)
-        return Outcome(output, errors, None if out_of_time else status, cpu_seconds)
 
 
 @contextlib.contextmanager
@@ -246,7 +231,10 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: flo
         has_room = True
         try:
             end, pause = time.monotonic() + longest, 0.002
-            while (in_time := time.monotonic() < end) and has_room and not _has_ended(process.pid):
+            look = functools.partial(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            while (
+                (in_time := time.monotonic() < end) and has_room and look() is None
+            ):  # a child that has ended keeps its id
                 time.sleep(pause)
                 pause = min(1.25 * pause, LONGEST_PAUSE)  # most programs end after some 40 ms
                 has_room = settings["namespaces"] or _size(settings["folder"]) <= DISK
@@ -261,11 +249,6 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: flo
     if not in_time:
         raise SandboxError(f"the program has not ended in {longest:g} seconds, for other programs took the processors")
     return (code if code >= 0 else 128 - code) if has_room else None, usage.ru_utime + usage.ru_stime
-
-
-def _has_ended(pid: int) -> bool:
-    """Return True if a child has ended; its process id stays taken."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _size(folder: str) -> int:
@@ -316,9 +299,9 @@ def _is_of(pid: int, folder: Path) -> bool:
         return False
 
 
-def _most_processes(kind: str) -> int:
+def _most_processes(how: str) -> int:
     """Return the limit on a program's processes: the kernel counts those of its user in its namespace."""
-    if kind != LIMITS:
+    if how != LIMITS:
         return PROCESSES
     threads = 0
     for pid in _pids():

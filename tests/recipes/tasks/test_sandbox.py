@@ -29,7 +29,7 @@ spec = importlib.util.spec_from_file_location("sandbox", sys.argv[1])
 sandbox = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sandbox)
 try:
-    print(json.dumps(sandbox._run(sys.argv[2], sys.stdin.read(), "", float(sys.argv[3]), sandbox.MEMORY, 1000)))
+    print(json.dumps(sandbox.run(sys.stdin.read(), seconds=float(sys.argv[3]), output_bytes=1000, how=sys.argv[2])))
 except sandbox.SandboxError as error:
     print(json.dumps(["", str(error), "not started", 0]))
 """
@@ -226,13 +226,14 @@ def test_two_runs_of_a_program_give_the_same_text():
     assert first[:3] == second[:3] and "ZeroDivisionError" in first.errors and 'File "program.py"' in first.errors
 
 
-def test_seconds_and_bytes_are_those_that_were_asked_for():
+def test_seconds_and_bytes_are_limited(monkeypatch):
     loop = "import time\nwhile time.process_time() < 1.2: pass\nprint('done')"
     assert sandbox.run(loop, seconds=1).status is None
     assert sandbox.run(loop, seconds=4).output == "done\n"
     take = "x = bytearray(1 << 28); print('done')"
-    assert "MemoryError" in sandbox.run(take, seconds=5, memory_bytes=1 << 28).errors
-    assert sandbox.run(take, seconds=5, memory_bytes=1 << 30).output == "done\n"
+    assert sandbox.run(take, seconds=5).output == "done\n"
+    monkeypatch.setattr(sandbox, "MEMORY", 1 << 28)
+    assert "MemoryError" in sandbox.run(take, seconds=5).errors
 
 
 def launched(command, folder, **settings):
@@ -276,7 +277,7 @@ def test_what_has_not_started_is_no_verdict(monkeypatch):
     kind = sandbox.kind()
     monkeypatch.setattr(sandbox, "PYTHON", "/bin/false")
     with pytest.raises(SandboxError, match="the launcher ended with 1"):
-        sandbox._run(kind, "print(1)", "", 1, sandbox.MEMORY, 100)
+        sandbox.run("print(1)", seconds=1, how=kind)
 
 
 @pytest.mark.parametrize(
@@ -293,12 +294,12 @@ def test_what_has_not_started_is_no_verdict(monkeypatch):
     ],
 )
 def test_what_a_kernel_lacks_is_named_or_refused(user, working, message, monkeypatch):
-    def run(kind, *arguments):
-        if kind in working:
+    def run(program, seconds, how):
+        if how in working:
             return sandbox.Outcome("42\n", "", 0, 0.1)
-        raise SandboxError(f"no {kind} here")
+        raise SandboxError(f"no {how} here")
 
-    monkeypatch.setattr(sandbox, "_run", run)
+    monkeypatch.setattr(sandbox, "run", run)
     monkeypatch.setattr(os, "geteuid", lambda: user)
     if working:
         with pytest.warns(UserWarning, match=f"kernel refuses .namespaces: no namespaces here.*{message}"):
