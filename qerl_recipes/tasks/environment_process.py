@@ -58,7 +58,7 @@ def in_its_own_interpreter(
 
     def make() -> Environment:
         try:
-            kind = _remote_class(path, json.dumps(first.description()), seconds)
+            kind = _remote_class(path, json.dumps(first.description), seconds)
         except EnvironmentLost as error:
             raise ConfigError(f"environments: {path} in {python}: {error}") from error
         return kind(lambda: ready.pop() if ready else Process(line))
@@ -169,44 +169,37 @@ class Process:
             line = [*line[:2], str(theirs.fileno()), *line[2:]]
             self._process = processes.start(line, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])
         self._socket, self._answers = ours, ours.makefile(encoding="utf-8")
-        self._description: dict[str, Any] | None = None
         self.end = weakref.finalize(self, _end, self._process, ours)
 
+    @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """Return what the server says of the class; raise EnvironmentLost if it could not be made."""
-        if self._description is None:
-            self._description = self._read(PATIENCE)
-            if "error" in self._description:
-                raise EnvironmentLost(self._description["error"])
-        return self._description
+        """What the server says of the class; raises EnvironmentLost if it could not be made."""
+        answer = self._answer(None, PATIENCE)
+        if "error" in answer:
+            raise EnvironmentLost(answer["error"])
+        return answer
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """Return the server's answer; raise EnvironmentLost if there is none within ``seconds`` (None: no limit)."""
-        self.description()
-        self._socket.settimeout(seconds)
-        try:
-            self._socket.sendall((json.dumps(request, default=str) + "\n").encode())
-        except OSError as error:
-            raise self._died() from error
-        return self._read(seconds)
+        assert self.description
+        return self._answer(request, seconds)
 
-    def _read(self, seconds: float | None) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any] | None, seconds: float | None) -> dict[str, Any]:
         self._socket.settimeout(seconds)
         try:
+            if request is not None:
+                self._socket.sendall((json.dumps(request, default=str) + "\n").encode())
             line = self._answers.readline()
         except TimeoutError as error:
             raise EnvironmentLost(f"its process did not answer in {seconds:g} s") from error
-        except OSError as error:
-            raise self._died() from error
+        except OSError:
+            line = ""
         if not line:
-            raise self._died()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            raise EnvironmentLost(f"its process has ended (code {self._process.poll()})")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def _died(self) -> EnvironmentLost:
-        with contextlib.suppress(Exception):
-            self._process.wait(10)
-        return EnvironmentLost(f"its process has ended (code {self._process.poll()})")
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:

@@ -180,7 +180,7 @@ def test_a_stopped_call_does_not_answer_the_next_one(counters):
     one = counters()()
     one.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one._process, "_read", stop)
+        patch.setattr(one._process, "_answer", stop)
         with pytest.raises(Stopped):
             one.add(number=5)
     with pytest.raises(EnvironmentLost, match="Counter: it took too long in add; the episode has ended"):
