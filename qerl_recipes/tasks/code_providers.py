@@ -31,7 +31,7 @@ SECONDS, TOTAL_SECONDS = 5.0, 30.0  # of a test; of all tests of a completion
 LIFETIME = int(TOTAL_SECONDS + SECONDS) + 5  # seconds, of a sandbox elsewhere
 ENDPOINTS, REQUESTS = "PISTON_ENDPOINTS", "PISTON_MAX_REQUESTS_PER_ENDPOINT"  # environment variables, as in Open-R1
 TRIES, PAUSE = 3, 1.0  # of a request to Piston; seconds between the first two
-PYTHON_OF_PISTON = "python"
+INSTEAD = "; or use code_provider: local, which runs programs on this machine"
 
 
 class ProviderError(RuntimeError):
@@ -134,24 +134,26 @@ def _local(script: ScriptArguments) -> Judge:
     return lambda program, tests: share_of_passed(run, program, tests, SECONDS, TOTAL_SECONDS)
 
 
-def _read_share(text: Any) -> float:
-    """Return the share in the last line of what a script gave."""
-    try:
-        share = float(str(text).strip().rpartition("\n")[2])
-    except ValueError:
-        share = math.nan
-    if not 0 <= share <= 1:
-        raise ProviderError(f"the script gave no share of passed tests but {str(text)[-200:]!r}")
-    return share
+def _elsewhere(result_of: Callable[[str], Any]) -> Judge:
+    """Return a judge with a provider that runs whole scripts; ``result_of(script)`` is what a script gives."""
+
+    def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
+        result = str(result_of(script_for(program, tests)))
+        try:
+            share = float(result.strip().rpartition("\n")[2])  # other lines are the program's
+        except ValueError:
+            share = math.nan
+        if not 0 <= share <= 1:
+            raise ProviderError(f"the script gave no share of passed tests but {result[-200:]!r}")
+        return share
+
+    return judge
 
 
 def _needed(variable: str, provider: str) -> str:
     if not (value := os.environ.get(variable, "")):
         raise ConfigError(f"code_provider: {provider} needs the environment variable {variable}{INSTEAD}")
     return value
-
-
-INSTEAD = "; or use code_provider: local, which runs programs on this machine"
 
 
 def _e2b(script: ScriptArguments) -> Judge:
@@ -168,14 +170,14 @@ def _e2b(script: ScriptArguments) -> Judge:
         raise ConfigError(f"code_provider: e2b needs a package: pip install e2b-code-interpreter{INSTEAD}") from error
     _needed("E2B_API_KEY", "e2b")
 
-    def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
+    def result_of(tests: str) -> Any:
         with Sandbox.create(timeout=LIFETIME) as machine:
-            execution = machine.run_code(script_for(program, tests), language="python", timeout=LIFETIME)
+            execution = machine.run_code(tests, language="python", timeout=LIFETIME)
         if execution.error is not None:
             raise ProviderError(f"e2b: {execution.error.name}: {execution.error.value}")
-        return _read_share(execution.text)
+        return execution.text
 
-    return judge
+    return _elsewhere(result_of)
 
 
 def _morph(script: ScriptArguments) -> Judge:
@@ -190,29 +192,29 @@ def _morph(script: ScriptArguments) -> Judge:
         ) from error
     client = MorphCloudClient(api_key=_needed("MORPH_API_KEY", "morph"))
 
-    def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
+    def result_of(tests: str) -> Any:
         machine = Sandbox.new(client=client, ttl_seconds=LIFETIME)
         try:
-            return _read_share(machine.run_code(script_for(program, tests), language="python", timeout=LIFETIME).text)
+            return machine.run_code(tests, language="python", timeout=LIFETIME).text
         finally:
             machine.close()
             machine.shutdown()
 
-    return judge
+    return _elsewhere(result_of)
 
 
 def _routed(address: str, text_of_result: Callable[[dict[str, Any]], Any]) -> Judge:
     """Return a judge behind one of Open-R1's routers, whose ``address`` is HOST:PORT."""
     url = f"{address if '://' in address else f'http://{address}'}/execute_batch"
 
-    def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
-        request = {"scripts": [script_for(program, tests)], "languages": ["python"]}
-        (answer,) = post(url, {**request, "timeout": LIFETIME, "request_timeout": LIFETIME - 2}, 4 * LIFETIME)
+    def result_of(tests: str) -> Any:
+        request = {"scripts": [tests], "languages": ["python"], "timeout": LIFETIME, "request_timeout": LIFETIME - 2}
+        (answer,) = post(url, request, 4 * LIFETIME)
         if answer.get("exception_str"):
             raise ProviderError(f"{address}: {answer['exception_str']}")
-        return _read_share(text_of_result(answer))
+        return text_of_result(answer)
 
-    return judge
+    return _elsewhere(result_of)
 
 
 def post(url: str, content: dict[str, Any], seconds: float) -> Any:
@@ -255,21 +257,20 @@ class Piston:
         ``seconds`` limits each try. Raises ProviderError if the last try fails too.
         """
         for attempt in range(TRIES):
+            if attempt:
+                time.sleep(PAUSE * 2 ** (attempt - 1))
             address = self._free.get()
             begin = time.monotonic()
             try:
                 answer = post(f"{address.rstrip('/')}/execute", {"version": "*", **request}, seconds)
-            except ProviderError as error:
-                failure = error
-            else:
                 failed = "run" not in answer or "Resource temporarily unavailable" in (answer["run"]["stderr"] or "")
                 if not failed or (answer.get("compile") or {}).get("code"):
                     return {**answer, "seconds": time.monotonic() - begin}
                 failure = ProviderError(f"{address} did not run the program: {json.dumps(answer)[:300]}")
+            except ProviderError as error:
+                failure = error
             finally:
                 self._free.put(address)
-            if attempt + 1 < TRIES:
-                time.sleep(PAUSE * 2**attempt)
         raise failure
 
 
@@ -278,7 +279,7 @@ def _piston(script: ScriptArguments) -> Judge:
 
     def run(program: str, given: str, seconds: float) -> tuple[int, str, float] | None:
         files = [{"name": "main.py", "content": program}]
-        request = {"language": PYTHON_OF_PISTON, "files": files, "stdin": given, "run_timeout": int(1000 * seconds)}
+        request = {"language": "python", "files": files, "stdin": given, "run_timeout": int(1000 * seconds)}
         answer = piston.execute(request, seconds + 30)
         ended = answer["run"]
         return None if ended["signal"] == "SIGKILL" else (ended["code"], ended["stdout"], answer["seconds"])

@@ -5,6 +5,7 @@ Where a provider fails, the reward of a completion is None: TRL leaves it out of
 """
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from qerl_recipes.tasks.interface import Reward
 if TYPE_CHECKING:
     from datasets import Dataset
 
+Scorer = Callable[[str, Mapping[str, Any]], "float | None"]  # (text of a completion, columns of its row)
 EXAMPLE = '{"language": "python", "test_cases": [{"input": "1 2", "output": "3"}]}'
 ALL_PASSED = 0.99  # binary_code: the share of passed tests above which the reward is 1
 NO_PROGRAM, NOT_COMPILED = -1.0, -0.1  # cf_code
@@ -80,47 +82,43 @@ def code(script: ScriptArguments) -> Reward:
     these are seconds of CPU time, so that the load of the machine changes no reward; a program may also sleep 11
     seconds in a test. Raises what ``judge_of`` raises.
     """
-    judge = judge_of(script)
-
-    def scored(text: str, problem: Mapping[str, Any]) -> float:
-        program = last_block(text, "python")
-        return judge(program, tests_of(problem["verification_info"])) if program else 0.0
-
-    score_all = _scorer("code", scored, script.parallel_code_exec_per_proc)
-
-    def code(completions: list[Completion], verification_info: list[Any], **columns: Any) -> list[float | None]:
-        return score_all(completions, verification_info=verification_info, **columns)
-
-    return code
+    return _reward("code", _share(script), script.parallel_code_exec_per_proc, "verification_info")
 
 
 def binary_code(script: ScriptArguments) -> Reward:
     """Return a reward: 1 if the reward ``code`` is above 0.99, else 0."""
-    judged = code(script)
+    share = _share(script)
 
-    def binary_code(completions: list[Completion], verification_info: list[Any], **columns: Any) -> list[float | None]:
-        shares = judged(completions, verification_info, **columns)
-        return [None if share is None else float(share > ALL_PASSED) for share in shares]
+    def scored(text: str, problem: Mapping[str, Any]) -> float:
+        return float(share(text, problem) > ALL_PASSED)
 
-    return binary_code
+    return _reward("binary_code", scored, script.parallel_code_exec_per_proc, "verification_info")
 
 
-def _scorer(
-    reward: str, scored: Callable[[str, Mapping[str, Any]], float | None], parallel: int
-) -> Callable[..., list[float | None]]:
-    """Return a function that scores a batch, ``parallel`` completions at a time.
+def _share(script: ScriptArguments) -> Callable[[str, Mapping[str, Any]], float]:
+    judge = judge_of(script)
 
-    ``scored(text, problem)`` scores one; ``problem`` has the row's columns. Where it raises an exception, the score is
-    None, and the first time there is a warning.
+    def share(text: str, problem: Mapping[str, Any]) -> float:
+        program = last_block(text, "python")
+        return judge(program, tests_of(problem["verification_info"])) if program else 0.0
+
+    return share
+
+
+def _reward(name: str, scored: Scorer, parallel: int, *columns: str) -> Reward:
+    """Return the reward ``name``, which scores ``parallel`` completions at a time and needs ``columns`` of the data.
+
+    ``scored(text, problem)`` scores one; ``problem`` has all of the row's columns. Where it raises an exception, the
+    score is None, and the first time there is a warning.
     """
     warned = False
 
-    def score_all(
-        completions: list[Completion], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    def reward(
+        completions: list[Completion], log_metric: Callable[[str, float], None] | None = None, **given: Any
     ) -> list[float | None]:
         nonlocal warned
-        lists = {name: column for name, column in columns.items() if isinstance(column, list)}
-        problems = [{name: column[i] for name, column in lists.items()} for i in range(len(completions))]
+        lists = {column: values for column, values in given.items() if isinstance(values, list)}
+        problems = [{column: values[i] for column, values in lists.items()} for i in range(len(completions))]
         failures: list[Exception] = []
 
         def score(text: str, problem: Mapping[str, Any]) -> float | None:
@@ -133,18 +131,22 @@ def _scorer(
         with ThreadPoolExecutor(parallel) as pool:
             scores = list(pool.map(score, map(text_of, completions), problems))
         if log_metric is not None:
-            log_metric(f"rewards/{reward}/unjudged", len(failures) / len(completions))
+            log_metric(f"rewards/{name}/unjudged", len(failures) / len(completions))
         if failures and not warned:
             warned = True
             warnings.warn(
-                f"reward {reward}: {len(failures)} of {len(completions)} programs could not be judged and have no "
+                f"reward {name}: {len(failures)} of {len(completions)} programs could not be judged and have no "
                 f"reward, the first because of {type(failures[0]).__name__}: {failures[0]}. Later ones are counted in "
-                f"rewards/{reward}/unjudged, without a warning",
+                f"rewards/{name}/unjudged, without a warning",
                 stacklevel=2,
             )
         return scores
 
-    return score_all
+    needed = [inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY) for column in ("completions", *columns)]
+    rest = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD)
+    reward.__name__ = name
+    reward.__signature__ = inspect.Signature([*needed, rest])  # type: ignore[attr-defined]
+    return reward
 
 
 def cf_code(script: ScriptArguments) -> Reward:
@@ -169,7 +171,9 @@ def cf_code(script: ScriptArguments) -> Reward:
         language = problem["language"]
         if language not in ("python", "cpp"):
             raise ValueError(f"the language is {language!r}, neither python nor cpp")
-        tests = [*(problem["official_tests"] or ()), *_generated_tests(folder, problem["id"])]
+        tests = list(problem["official_tests"] or ())
+        if folder is not None:
+            tests += _generated_tests(folder, int(problem["id"].split("/")[0])).get(problem["id"], ())
         if not tests:
             return None
         program = last_block(text, language)
@@ -184,8 +188,7 @@ def cf_code(script: ScriptArguments) -> Reward:
             return answer["run"]["code"] == 0 and answer["run"]["stdout"].strip() == "1"
 
         passed = 0
-        for batch in _batches(tests, size):
-            results = _all_at_once(passes, batch)
+        for results in _in_batches(passes, tests, size):
             if None in results:
                 return NOT_COMPILED
             passed += sum(map(bool, results))
@@ -194,22 +197,8 @@ def cf_code(script: ScriptArguments) -> Reward:
         all_passed, share = float(passed == len(tests)), passed / len(tests)
         return {"pass_fail": all_passed, "partial": share, "weighted_sum": all_passed + 0.1 * share}[mode]
 
-    score_all = _scorer("cf_code", scored, piston.places)
-
-    def cf_code(
-        completions: list[Completion],
-        id: list[str],
-        language: list[str],
-        official_tests: list[Any],
-        time_limit: list[float],
-        memory_limit: list[float],
-        input_mode: list[str],
-        **columns: Any,
-    ) -> list[float | None]:
-        named = {"id": id, "language": language, "official_tests": official_tests, "time_limit": time_limit}
-        return score_all(completions, **named, memory_limit=memory_limit, input_mode=input_mode, **columns)
-
-    return cf_code
+    columns = "id", "language", "official_tests", "time_limit", "memory_limit", "input_mode"
+    return _reward("cf_code", scored, piston.places, *columns)
 
 
 def _codeforces_request(
@@ -230,16 +219,12 @@ def _codeforces_request(
     }
 
 
-def _generated_tests(folder: str | None, problem: str) -> list[Mapping[str, str]]:
-    contest = problem.split("/")[0]
-    return [] if folder is None else _generated_tests_of_contest(folder, contest).get(problem, [])
-
-
 @functools.lru_cache(maxsize=32)
-def _generated_tests_of_contest(folder: str, contest: str) -> dict[str, list[Mapping[str, str]]]:
+def _generated_tests(folder: str, contest: int) -> dict[str, list[Mapping[str, str]]]:
+    """Return Open-R1's tests of the problems of a contest, by problem."""
     import pyarrow.parquet
 
-    file = Path(folder, f"test_cases_{int(contest):04d}.parquet")
+    file = Path(folder, f"test_cases_{contest:04d}.parquet")
     tests: dict[str, list[Mapping[str, str]]] = {}
     for row in pyarrow.parquet.read_table(file).to_pylist() if file.exists() else ():
         tests.setdefault(row["problem_id"], []).append(row)
@@ -273,30 +258,14 @@ def ioi_code(script: ScriptArguments) -> Reward:
             return _ioi_score(answer)
 
         scores: list[float] = []
-        for batch in _batches(problem["test_names"], script.code_eval_test_batch_size):
-            scores += _all_at_once(score, batch)
-            if 0.0 in scores:
+        for results in _in_batches(score, problem["test_names"], script.code_eval_test_batch_size):
+            scores += results
+            if 0.0 in results:
                 break
         return round(min(scores), problem["score_precision"])
 
-    score_all = _scorer("ioi_code", scored, piston.places)
-
-    def ioi_code(
-        completions: list[Completion],
-        id: list[str],
-        year: list[int],
-        test_names: list[list[str]],
-        time_limit: list[float],
-        memory_limit: list[float],
-        score_precision: list[int],
-        grader_files: list[Any],
-        **columns: Any,
-    ) -> list[float | None]:
-        named = {"id": id, "year": year, "test_names": test_names, "time_limit": time_limit}
-        more = {"memory_limit": memory_limit, "score_precision": score_precision, "grader_files": grader_files}
-        return score_all(completions, **named, **more, **columns)
-
-    return ioi_code
+    columns = "id", "year", "test_names", "time_limit", "memory_limit", "score_precision", "grader_files"
+    return _reward("ioi_code", scored, piston.places, *columns)
 
 
 def _with_headers(program: str, problem: str) -> str:
@@ -348,12 +317,9 @@ def _ioi_tests(year: int) -> dict[str, dict[str, tuple[str, str]]]:
     return tests
 
 
-def _batches(tests: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Yield ``size`` tests at a time, all at once if it is below 1."""
-    step = size if size >= 1 else len(tests)
-    return (tests[start : start + step] for start in range(0, len(tests), step))
-
-
-def _all_at_once(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(values)) as pool:
-        return list(pool.map(function, values))
+def _in_batches(function: Callable[[Any], Any], tests: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    """Yield the results of ``size`` tests, which run side by side, batch after batch; of all if it is below 1."""
+    size = size if size >= 1 else len(tests)
+    with ThreadPoolExecutor(size) as pool:
+        for start in range(0, len(tests), size):
+            yield list(pool.map(function, tests[start : start + size]))

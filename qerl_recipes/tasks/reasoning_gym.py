@@ -62,10 +62,6 @@ def _table(specification: str, entries: dict[int, dict[str, Any]]) -> Dataset:
     )
 
 
-def _generate(specification: str) -> Dataset:
-    return _table(specification, {i: _entry(specification, i) for i in range(len(_task(specification)))})
-
-
 def _different(specification: str, count: int) -> Dataset:
     """Return the first ``count`` different problems.
 
@@ -90,7 +86,8 @@ def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
     again.
     """
     task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs
-    train = _generate(_specification(task, script.dataset_size or DEFAULT_SIZE, script.dataset_seed, options))
+    own = _specification(task, script.dataset_size or DEFAULT_SIZE, script.dataset_seed, options)
+    train = _table(own, {i: _entry(own, i) for i in range(len(_task(own)))})
     other_seed = script.dataset_seed + HELD_OUT_SEED_DISTANCE
     held_out = _different(_specification(task, MOST_TRIES, other_seed, options), HELD_OUT)
     seen = set(held_out["prompt"])
