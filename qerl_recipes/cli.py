@@ -201,7 +201,7 @@ def export(
     if task is not None:
         if not merge:
             raise typer.BadParameter("--evaluate compares a merged checkpoint with its adapter: add --merge")
-        check_tasks([task])  # the merge, which may take minutes, comes after this
+        check_tasks([task], may_act=False)  # the merge, which may take minutes, comes after this
     elif max_samples is not None or gpu_memory_utilization is not None:
         option = "--gpu_memory_utilization" if max_samples is None else "--max_samples"
         raise typer.BadParameter(f"{option} is of --evaluate TASK; name one or remove it")

@@ -1,7 +1,7 @@
 """Relates an evaluation to the training run that it judges: takes over its settings, and names what differs."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,40 +138,32 @@ def differences(
     ``evaluation`` is the content of evaluation.json. ``state`` is the content of qerl_state.json, empty if there is
     none, and ``template`` is the chat template saved beside it. Settings that no file records are not compared.
     """
-    pairs = _weights(evaluation, state), _prompts(evaluation, state, template)
-    return [
-        (name, shown(judged), shown(trained)) for part in pairs for name, judged, trained in part if judged != trained
-    ]
-
-
-def _weights(evaluation: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    arm, trained = evaluation.get("quantization"), state.get("quantization") or evaluation.get("trained_on")
-    if arm and trained:
-        yield "weights", arm, trained
-    recipe = state.get("recipe") or {}
-    if evaluation.get("dtype") and "dtype" in recipe:
-        yield "dtype", evaluation["dtype"], recipe["dtype"] or "bfloat16"
-    hashes = [evaluation.get("base_sha256"), state.get("base_hash")]
-    if all(hashes) and hashes[0] != hashes[1]:  # a path proves nothing: weights move, and are replaced
-        judged, then = evaluation.get("base"), state.get("base")
-        yield "base", judged, then if judged != then else f"{then}, as it was then"
-
-
-def _prompts(
-    evaluation: Mapping[str, Any], state: Mapping[str, Any], template: str | None
-) -> Iterator[tuple[str, Any, Any]]:
     recipe, sampling = state.get("recipe") or {}, evaluation.get("sampling") or {}
-    if state:
-        yield "solved problems shown", evaluation.get("num_fewshot") or 0, 0
-    if "system_prompt" in recipe and "system_prompt" in sampling:
-        yield "system prompt", sampling["system_prompt"] or "none", recipe["system_prompt"] or "none"
-    if recipe and "use_chat_template" in sampling:
-        yield "chat template", *_templates(sampling, recipe, template)
-    if "chat_template_kwargs" in recipe and "chat_template_kwargs" in sampling:
-        yield "its options", sampling["chat_template_kwargs"] or "none", recipe["chat_template_kwargs"] or "none"
-    if recipe and sampling:  # a file that does not name generation_kwargs had none
-        trained = sampling_parameters(recipe, sampling.get("temperature") or 0)
-        yield "sampling parameters", sampling.get("generation_kwargs") or "none", trained or "none"
+    base, its_base = evaluation.get("base"), state.get("base")
+    hashes = [evaluation.get("base_sha256"), state.get("base_hash")]  # weights behind a path move, and are replaced
+    if not all(hashes) or hashes[0] == hashes[1]:
+        its_base = base
+    elif base == its_base:
+        its_base = f"{base}, as it was then"
+    templates = _templates(sampling, recipe, template) if recipe and "use_chat_template" in sampling else (None, None)
+    # a file that does not name generation_kwargs had none
+    trained = (sampling_parameters(recipe, sampling.get("temperature") or 0) or "none") if recipe else None
+    compared = (
+        ("weights", evaluation.get("quantization"), state.get("quantization") or evaluation.get("trained_on")),
+        ("dtype", evaluation.get("dtype"), _said(recipe, "dtype", "bfloat16")),
+        ("base", base, its_base),
+        ("solved problems shown", evaluation.get("num_fewshot") or 0, 0 if state else None),
+        ("system prompt", _said(sampling, "system_prompt"), _said(recipe, "system_prompt")),
+        ("chat template", *templates),
+        ("its options", _said(sampling, "chat_template_kwargs"), _said(recipe, "chat_template_kwargs")),
+        ("sampling parameters", (sampling.get("generation_kwargs") or "none") if sampling else None, trained),
+    )
+    return [(name, shown(a), shown(b)) for name, a, b in compared if a is not None and b is not None and a != b]
+
+
+def _said(settings: Mapping[str, Any], key: str, otherwise: str = "none") -> Any:
+    """Return a setting, or the word for one that is empty; None where none is recorded."""
+    return (settings[key] or otherwise) if key in settings else None
 
 
 def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template: str | None) -> tuple[str, str]:

@@ -20,13 +20,13 @@ This module imports neither torch nor vLLM nor lighteval: ``qerl --help`` needs 
 
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 from typer import Argument, Option
+from typer.models import ParameterInfo
 
 from qerl_recipes.files.json_files import read_lines
 from qerl_recipes.recipe.generation import template_text
@@ -50,6 +50,7 @@ JSON_OPTIONS = {
     "response_template": '{"fields": {...}}',
 }
 OF_EPISODES = ("problems", "success_at", "response_template")  # options that no other task reads
+ONE_OR_MORE, SHARE = Field(ge=1), Field(gt=0, le=1)
 
 
 class Sampling(BaseModel):
@@ -62,10 +63,12 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy decoding.")] = 0.0
-    top_p: Annotated[float, Option(help="Nucleus sampling, above temperature 0.")] = 1.0
+    temperature: Annotated[
+        float, Field(ge=0, allow_inf_nan=False), Option(help="Sampling temperature; 0 is greedy decoding.")
+    ] = 0.0
+    top_p: Annotated[float, SHARE, Option(help="Nucleus sampling, above temperature 0.")] = 1.0
     max_new_tokens: Annotated[
-        int | None, Option(help="Longest answer in tokens; default: as in training, else each task's own.")
+        int | None, ONE_OR_MORE, Option(help="Longest answer in tokens; default: as in training, else each task's own.")
     ] = None
     seed: Annotated[int | None, Option(help="Seed of sampling above temperature 0; default: 0.")] = None
     use_chat_template: Annotated[
@@ -88,14 +91,12 @@ class Sampling(BaseModel):
     @classmethod
     def _json_object(cls, value: Any, info: Any) -> Any:
         """Read an option that is given as JSON text."""
-        if not isinstance(value, str):
-            return value
         try:
-            content = json.loads(value)
+            content = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
-            content = None
-        if not isinstance(content, dict):
-            raise ValueError(f"{value!r} is no JSON object such as '{JSON_OPTIONS[info.field_name]}'")
+            content = value
+        if content is not None and not isinstance(content, Mapping):
+            raise ValueError(f"it is no JSON object such as '{JSON_OPTIONS[info.field_name]}'")
         return content
 
     @property
@@ -124,23 +125,24 @@ class Evaluation(Sampling):
         str | None, Option(help="qerl_nvfp4, bf16 or nf4; default: what the adapter was trained on.")
     ] = None
     dtype: Annotated[str | None, Option(help="bfloat16, float16 or float32; default: as in training.")] = None
-    max_model_length: Annotated[int | None, Option(help="Most tokens of prompt and answer; default: the model's.")] = (
-        None
-    )
-    tensor_parallel_size: Annotated[int, Option(help="GPUs that hold the model together.")] = 1
-    num_samples: Annotated[int, Option(help="Answers to each problem.")] = 1
-    max_samples: Annotated[int | None, Option(help="Problems of each task; default: all.")] = None
-    num_fewshot: Annotated[int, Option(help="Solved problems shown before each (gsm8k).")] = 0
-    gpu_memory_utilization: Annotated[float, Option(help="Share of the GPU's memory for vLLM.")] = 0.9
+    max_model_length: Annotated[
+        int | None, ONE_OR_MORE, Option(help="Most tokens of prompt and answer; default: the model's.")
+    ] = None
+    tensor_parallel_size: Annotated[int, ONE_OR_MORE, Option(help="GPUs that hold the model together.")] = 1
+    num_samples: Annotated[int, ONE_OR_MORE, Option(help="Answers to each problem.")] = 1
+    max_samples: Annotated[int | None, ONE_OR_MORE, Option(help="Problems of each task; default: all.")] = None
+    num_fewshot: Annotated[int, Field(ge=0), Option(help="Solved problems shown before each (gsm8k).")] = 0
+    gpu_memory_utilization: Annotated[float, SHARE, Option(help="Share of the GPU's memory for vLLM.")] = 0.9
     kv_cache_memory_bytes: Annotated[
-        int | None, Option(help="Size of vLLM's KV cache, unmeasured: for several engines on one GPU.")
+        int | None, ONE_OR_MORE, Option(help="Size of vLLM's KV cache, unmeasured: for several engines on one GPU.")
     ] = None
     problems: Annotated[
         Path | None,
         Option(help="JSON lines for environment:NAME and tools; default: what the run held out, or the environment's."),
     ] = None
     success_at: Annotated[
-        float | None, Option(help="Reward from which an episode is a success; default: 1. For environment:NAME, tools.")
+        FiniteFloat | None,
+        Option(help="Reward from which an episode is a success; default: 1. For environment:NAME, tools."),
     ] = None
     response_template: Annotated[
         Mapping[str, Any] | None,
@@ -171,70 +173,56 @@ class Evaluation(Sampling):
         try:
             return cls(**options)
         except ValidationError as error:
-            lines = [
-                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
-            ]
+            lines = []
+            for one in error.errors():
+                reason = one["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+                given = "" if one["type"] in ("missing", "extra_forbidden") else f" is {one['input']!r};"
+                lines.append(f"{'.'.join(map(str, one['loc']))}{given or ':'} {reason}")
             raise ValueError("; ".join(lines)) from error
 
     def checked(self) -> "Evaluation":
         """Return this evaluation with the text of its chat template.
 
-        Raises ValueError for an unknown task, for numbers out of range, and for options that would be ignored. At
-        temperature 0, top_p below 1 and several samples have no effect, nor has a seed unless environments start by it.
-        Without a chat template, the template and its options have none. ``generation_kwargs`` must not repeat what
-        other options set.
+        Raises ValueError for an unknown task, and for options that would be ignored. At temperature 0, top_p below 1
+        and several samples have no effect, nor has a seed unless environments start by it. Without a chat template, the
+        template and its options have none. ``generation_kwargs`` must not repeat what other options set.
         """
         check_tasks(self.tasks, self.num_fewshot)
         template = None if self.chat_template is None else template_text(self.chat_template)
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and be at most 1")
-        for name in ("max_new_tokens", "num_samples", "max_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.num_samples > 1 and self.temperature == 0:
+        is_greedy, has_no_template = self.temperature == 0, self.use_chat_template is False
+        fixed = sorted(FIXED & (self.generation_kwargs or {}).keys())
+        of_template = [name for name in ("chat_template", "chat_template_kwargs") if getattr(self, name)]
+        of_episodes = [name for name in OF_EPISODES if getattr(self, name) is not None]
+        if is_greedy and self.num_samples > 1:
             raise ValueError(
                 f"num_samples is {self.num_samples}, but temperature 0 gives the same answer each time; "
                 "set temperature (0.6, say) or num_samples=1"
             )
-        if self.temperature == 0 and self.top_p < 1:
+        if is_greedy and self.top_p < 1:
             raise ValueError(f"top_p is {self.top_p}, but temperature 0 (greedy) draws nothing; {DRAW}")
-        if self.temperature == 0 and self.seed is not None and not self.episodes:
+        if is_greedy and self.seed is not None and not self.episodes:
             raise ValueError(f"seed is {self.seed}, but temperature 0 (greedy) draws nothing; {DRAW}")
-        if fixed := sorted(FIXED & (self.generation_kwargs or {}).keys()):
+        if fixed:
             raise ValueError(
                 f"generation_kwargs cannot set {', '.join(fixed)}: temperature, top_p, seed, num_samples and "
                 "max_new_tokens are options of their own, and answers are judged as texts; remove it"
             )
-        for name in ("chat_template", "chat_template_kwargs"):
-            if self.use_chat_template is False and getattr(self, name):
-                raise ValueError(
-                    f"{name} would be ignored: no chat template is used (use_chat_template is false, which is "
-                    "--no-chat-template); remove one of the two"
-                )
-        self._check_episodes()
-        if self.adapter_only and self.adapter is None:
+        if has_no_template and of_template:
             raise ValueError(
-                "adapter_only leaves the base out, and there is no adapter to judge; name one with --adapter"
+                f"{', '.join(of_template)} would be ignored: no chat template is used (use_chat_template is false, "
+                "which is --no-chat-template); remove one of the two"
             )
-        return self.model_copy(update={"chat_template": template})
-
-    def _check_episodes(self) -> None:
-        for name in OF_EPISODES:
-            if getattr(self, name) is not None and not self.episodes:
-                raise ValueError(f"{name} would be ignored: no task is {ENVIRONMENT}NAME or {TOOLS}; remove it")
+        if of_episodes and not self.episodes:
+            raise ValueError(f"{', '.join(of_episodes)} would be ignored: no task is {ENVIRONMENT}NAME or {TOOLS}")
+        if has_no_template and self.episodes:
+            raise ValueError(f"{self.episodes[0]} needs a chat template, which renders calls; drop --no-chat-template")
         if self.problems is not None and not self.problems.is_file():
             raise ValueError(f"problems: there is no file {self.problems}")
-        if self.success_at is not None and not math.isfinite(self.success_at):
-            raise ValueError(f"success_at is {self.success_at}; it must be a number")
-        if self.episodes and self.use_chat_template is False:
-            raise ValueError(
-                f"{self.episodes[0]} needs a chat template, which renders calls of tools; remove --no-chat-template"
-            )
-        if TOOLS in self.tasks and self.adapter is None:
+        if self.adapter is None and TOOLS in self.tasks:
             raise ValueError(f"task {TOOLS} takes the tools of a run; name it with --adapter")
+        if self.adapter is None and self.adapter_only:
+            raise ValueError("adapter_only leaves the base out, and there is no adapter; name one with --adapter")
+        return self.model_copy(update={"chat_template": template})
 
 
 def command_signature() -> inspect.Signature:
@@ -242,9 +230,9 @@ def command_signature() -> inspect.Signature:
     parameters = []
     # The options of sampling, which the base class has, come last in the help.
     for name, field in sorted(Evaluation.model_fields.items(), key=lambda item: item[0] in Sampling.model_fields):
-        if field.metadata:
+        if option := next((one for one in field.metadata if isinstance(one, ParameterInfo)), None):
             kind = str if name == "tasks" else str | None if name in JSON_OPTIONS else field.annotation
-            annotation: Any = Annotated[(kind, *field.metadata)]  # type: ignore[valid-type]
+            annotation: Any = Annotated[kind, option]  # type: ignore[valid-type]
             default = inspect.Parameter.empty if field.is_required() else field.default
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -252,15 +240,14 @@ def command_signature() -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def check_tasks(names: Sequence[str], num_fewshot: int = 0) -> None:
+def check_tasks(names: Sequence[str], num_fewshot: int = 0, *, may_act: bool = True) -> None:
     """Raise ValueError if a task does not exist, is named twice, or its file is missing or unreadable.
 
-    The same holds if no task is named, or if ``num_fewshot`` is negative or a task has no few-shot examples.
+    The same holds if no task is named, if one has no examples for ``num_fewshot``, and for one of episodes unless the
+    policy ``may_act``.
     """
     if not names:
         raise ValueError(f"name at least one task: {KNOWN}")
-    if num_fewshot < 0:
-        raise ValueError(f"num_fewshot is {num_fewshot}; it must be at least 0")
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"task {name} is named twice")
@@ -268,6 +255,11 @@ def check_tasks(names: Sequence[str], num_fewshot: int = 0) -> None:
             read_problems(Path(name.partition(":")[2]))
         elif name not in NAMES and not has_episodes(name):
             raise ValueError(f"there is no task {name!r}; choose from {KNOWN}")
+        if has_episodes(name) and not may_act:
+            raise ValueError(
+                f"task {name} takes tools, limits and rewards from the adapter's run, which a merged checkpoint has "
+                f"not; name a task without episodes: {', '.join((*NAMES, *LOCAL))}"
+            )
         if num_fewshot and name not in WITH_FEWSHOT:
             raise ValueError(
                 f"num_fewshot is {num_fewshot}, but task {name} has no solved problems besides those that are asked; "

@@ -31,6 +31,7 @@ import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from trl.trainer.utils import pad
 
 from qerl_recipes.files.adapter import AdapterFolder, open_adapter
 from qerl_recipes.recipe.checks import SERVER_KEYS, narrowing
@@ -295,14 +296,13 @@ def _padded(
     pairs: Sequence[tuple[list[int], list[int]]], trainer: "QerlGRPOTrainer"
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Pad prompts on the left and completions on the right, as TRL does; return ids and mask (B, P + C), and C."""
-    prompt, completion = max(len(p) for p, _ in pairs), max(len(c) for _, c in pairs)
-    ids = torch.full((len(pairs), prompt + completion), trainer._tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, (p, c) in enumerate(pairs):
-        ids[row, prompt - len(p) : prompt + len(c)] = torch.tensor(p + c)
-        mask[row, prompt - len(p) : prompt + len(c)] = 1
-    device = trainer.accelerator.device
-    return ids.to(device), mask.to(device), completion
+    parts = []
+    for side, sequences in zip(("left", "right"), zip(*pairs, strict=True), strict=True):
+        rows = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
+        masks = pad([torch.ones_like(row) for row in rows], padding_side=side)
+        parts.append((pad(rows, trainer._tokenizer.pad_token_id, side), masks))
+    ids, mask = (torch.cat(of_both, dim=1).to(trainer.accelerator.device) for of_both in zip(*parts, strict=True))
+    return ids, mask, parts[1][0].shape[1]
 
 
 def _ratio(

@@ -33,7 +33,7 @@ def test_the_command_has_every_option_but_one() -> None:
     ("options", "message"),
     [
         ({"temprature": 1.0}, "^temprature: Extra inputs"),
-        ({"max_new_tokens": 4.5}, "^max_new_tokens: "),
+        ({"max_new_tokens": 4.5}, "^max_new_tokens is 4.5; it must be a valid integer"),
         ({"num_fewshot": -1}, "num_fewshot is -1"),
         ({"num_fewshot": 1}, "num_fewshot is 1, but task running_sum has no solved problems besides those"),
         ({"tasks": "gsm8k,math_500", "num_fewshot": 1}, "task math_500 has no solved problems"),
@@ -42,12 +42,15 @@ def test_the_command_has_every_option_but_one() -> None:
         ({"tasks": "running_sum, running_sum"}, "named twice"),
         ({"tasks": "jsonl:nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         ({"chat_template": "nowhere.jinja"}, "neither Jinja text nor a file"),
-        ({"chat_template_kwargs": "[1]"}, "^chat_template_kwargs: '\\[1\\]' is no JSON object such as"),
-        ({"generation_kwargs": "{"}, "^generation_kwargs: '{' is no JSON object such as"),
+        ({"chat_template_kwargs": "[1]"}, "^chat_template_kwargs is '\\[1\\]'; it is no JSON object such as"),
+        ({"generation_kwargs": "{"}, "^generation_kwargs is '{'; it is no JSON object such as"),
         ({"generation_kwargs": {"max_tokens": 4}}, "generation_kwargs cannot set max_tokens: temp"),
         ({"num_samples": 2}, "num_samples is 2, but temperature 0 gives the same answer"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"max_samples": 0}, "max_samples is 0"),
+        ({"max_model_length": 0}, "max_model_length is 0; it must be greater"),  # 0 would have meant the model's
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5; it must be less"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),  # 0 would have meant the task's own length
         ({"top_p": 0.95}, r"top_p is 0\.95, but temperature 0 \(greedy\) draws nothing; set temperature"),
         ({"top_p": 0.0}, r"top_p is 0\.0; it must"),
