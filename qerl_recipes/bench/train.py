@@ -341,11 +341,12 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
     share, saved = None, _saved_by_fp8(work) if arm == FP8 else 0
     for _ in range(1 if work.recipe_file else 2):  # the second time with the share that the first one found
         settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
-        # the plan has a BF16 engine; while that sleeps, a smaller one leaves the trainer no more room
+        # The plan has a BF16 engine. While that sleeps, a smaller one leaves the trainer no more room, and its cache
+        # is planned from the share of a BF16 one.
         room = 0 if settings[1].vllm_enable_sleep_mode else saved
         plan = make(*settings, gpu=gpu, config=work.config(), limit=(memory or gpu.memory) + room)
         tokens = work.sequences * -(-work.length // BLOCK) * BLOCK
-        share = min(SPARE * (plan.engine_share(tokens) - saved / gpu.memory) + SPARE_BYTES / gpu.memory, 0.95)
+        share = min(SPARE * (plan.engine_share(tokens) - room / gpu.memory) + SPARE_BYTES / gpu.memory, 0.95)
     smaller = f", {room / GB:.1f} GB of them not taken by an FP8 engine" if room else ""
     print(f"{arm}: planned {plan.line()}{smaller}{', ' if plan.choice() else ''}{plan.choice()}", flush=True)
     chosen = {"recompute_layers": plan.checkpointed, "pack_tokens": plan.pack_tokens}

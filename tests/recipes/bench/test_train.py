@@ -165,7 +165,10 @@ def test_other_stacks_get_the_same_work_and_the_gpu() -> None:
     larger = bench_train._recipe(replace(work, shape="14B"), "trl_stock", h100, None)
     assert larger["recipe"]["vllm_enable_sleep_mode"], "two BF16 copies of 14B and its cache leave no room to train"
     asked = replace(work, overrides=parse_overrides(["--vllm_enable_sleep_mode", "true", "--recompute_layers", "3"]))
-    assert (told := bench_train._recipe(asked, "trl_stock", h100, None))["recipe"]["vllm_enable_sleep_mode"] == "true"
+    asleep = [bench_train._recipe(asked, arm, h100, None) for arm in ("bf16", "fp8_rollout", "trl_stock")]
+    assert len({found["recipe"]["vllm_gpu_memory_utilization"] for found in asleep}) == 1
+    told = asleep[2]
+    assert told["recipe"]["vllm_enable_sleep_mode"] == "true"
     assert "sleep_mode: true" in told["remarks"][0] and told["remarks"][1] == "TRL has no recompute_layers: left out"
 
 
