@@ -32,7 +32,7 @@ BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning
 
 API_KEY = "VLLM_API_KEY"  # environment variable, which the server reads too
 ADDRESS_KEYS = ("vllm_server_host", "vllm_server_port")
-SERVER_KEYS = ("vllm_server_base_url", *ADDRESS_KEYS, "vllm_server_timeout")
+SERVER_KEYS = ("vllm_server_base_url", *ADDRESS_KEYS, "vllm_server_timeout", "overlap")
 # keys of an engine in the trainer's process -> what to set on a server instead
 ENGINE_KEYS = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
@@ -59,6 +59,7 @@ def problems(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_boundaries(training),
         *_lengths(script, training),
         *_tools(script, training),
+        *_overlap(script, training),
         *_generation(training),
         *_sampling(training),
         *_precision(training, model),
@@ -212,6 +213,11 @@ def _boundaries(training: GRPOConfig) -> Iterator[str]:
             f"save_steps: {training.save_steps:g} does not fall between rollouts, each of which serves {steps} steps; "
             f"use a multiple of {steps}, or save_strategy: epoch"
         )
+    if training.overlap and steps > 1 and training.eval_strategy == "steps" and training.eval_steps % steps:
+        yield (
+            f"eval_steps: {training.eval_steps:g} does not fall between rollouts, as overlap: 1 needs, each of which "
+            f"serves {steps} steps; use a multiple of {steps}"
+        )
     if training.save_strategy == "best":
         yield "save_strategy: best needs a metric that reward is not; use steps or epoch"
 
@@ -250,6 +256,27 @@ def _tools(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
                 f"environment_kwargs: {', '.join(others)} is not one of the environments: "
                 f"{', '.join(script.environments)}; with several, it is {{NAME: arguments}}"
             )
+
+
+def _overlap(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
+    """Yield what cannot go on while the trainer trains; ``server_problems`` refuses ``overlap`` without a server."""
+    if training.overlap not in (0, 1):
+        yield f"overlap is the number of rollouts that the server computes ahead, 0 or 1, not {training.overlap}"
+    if not training.overlap:
+        return
+    if training.dynamic_sampling:
+        yield "overlap: 1 cannot go with dynamic_sampling, whose fresh prompts would wait for; leave one of the two out"
+    if not training.vllm_importance_sampling_correction:
+        yield (
+            "overlap: 1 learns from completions of an earlier adapter, for which importance weights correct: set "
+            "vllm_importance_sampling_correction: true, and noise_mode: engine_is in place of engine"
+        )
+    stops_tools = script.tools or (script.environments is not None and script.environment_python is None)
+    if stops_tools and training.max_tool_seconds is not None:
+        yield (
+            f"max_tool_seconds: {training.max_tool_seconds:g} cannot stop a tool while the trainer trains (overlap: 1);"
+            " use max_tool_seconds: null, or for environments environment_python, where it can"
+        )
 
 
 def _generation(training: GRPOConfig) -> Iterator[str]:

@@ -240,6 +240,11 @@ class GRPOConfig(trl.GRPOConfig):
         "vllm_gpu_memory_utilization has no effect. For several runs on one GPU, where vLLM's measuring would "
         "take another run's memory for its own. None: the rest of vllm_gpu_memory_utilization.",
     )
+    overlap: int = key(
+        0,
+        "vllm_mode: server: rollouts that the server computes ahead. 1: the next one while the trainer trains, on GPUs "
+        "of their own; the adapter that learns is then one rollout older than the one that sampled.",
+    )
     rollout_engine: str = key("vllm", "Rollout engine by name, from a plugin or built in.")
     max_tool_tokens: int | None = key(
         None,

@@ -267,8 +267,18 @@ def weigh(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> tuple[tor
     """
     limits = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     weights = importance_weights(logps, batch.sampled, batch.mask, args.vllm_importance_sampling_mode, *limits)
-    measured = agreement(logps, batch.sampled, batch.computed(), weights)
+    mask = batch.computed()
+    # completions of an earlier adapter differ by more than rounding: `staleness` and `train.overlap` measure them
+    measured = of_weights(weights, mask) if args.overlap else agreement(logps, batch.sampled, mask, weights)
     return weights if args.vllm_importance_sampling_correction else torch.ones_like(weights), measured
+
+
+def distance(logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> Measured:
+    """Return by how much trainer and engine differ on the tokens of ``mask``, under TRL's names; all are (B, C)."""
+    known = mask.bool() & ~sampled.isnan()
+    difference = torch.where(known, (logps - sampled).abs(), 0.0)
+    largest = torch.where(known, difference, -torch.inf).max()
+    return Measured({MISMATCH: (difference.sum(), known.sum())}, {LARGEST_MISMATCH: largest})
 
 
 def agreement(logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> Measured:
@@ -276,18 +286,16 @@ def agreement(logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, we
 
     ``weights`` is (B, C) or (B, 1), the others are (B, C). Weights of sequences count once each.
     """
-    known = mask.bool() & ~sampled.isnan()
-    difference = torch.where(known, (logps - sampled).abs(), 0.0)
+    near, of = distance(logps, sampled, mask), of_weights(weights, mask)
+    return Measured({**near.sums, **of.sums}, {**near.largest, **of.largest}, of.smallest)
+
+
+def of_weights(weights: torch.Tensor, mask: torch.Tensor) -> Measured:
+    """Return mean, largest and smallest of the weights; shapes and names are as in ``agreement``."""
     counted = torch.ones_like(weights, dtype=torch.bool) if weights.shape[1] == 1 < mask.shape[1] else mask.bool()
     return Measured(
-        sums={
-            MISMATCH: (difference.sum(), known.sum()),
-            f"{WEIGHTS}mean": (torch.where(counted, weights, 0.0).sum(), counted.sum()),
-        },
-        largest={
-            LARGEST_MISMATCH: torch.where(known, difference, -torch.inf).max(),
-            f"{WEIGHTS}max": torch.where(counted, weights, -torch.inf).max(),
-        },
+        sums={f"{WEIGHTS}mean": (torch.where(counted, weights, 0.0).sum(), counted.sum())},
+        largest={f"{WEIGHTS}max": torch.where(counted, weights, -torch.inf).max()},
         smallest={f"{WEIGHTS}min": torch.where(counted, weights, torch.inf).min()},
     )
 
@@ -339,22 +347,24 @@ def staleness(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> Sums:
 
     The result is empty where a rollout serves one step. ``logps: (B, C)`` are the trainer's current log-probabilities.
     ``STALENESS`` is their distance, in nats, from those before the first step, over the computed tokens. In the first
-    step it shows how much two passes of one policy differ.
+    step it shows how much two passes of one policy differ. With ``overlap`` it is the distance from the engine's, which
+    sampled with an earlier adapter.
 
     ``STALE_CLIPPED`` is the share that the loss clips at 1 - epsilon and 1 + epsilon_high, as in TRL's
     ``clip_ratio/region_mean``, which is a mean over micro-batches. It is of all sampled tokens or, with
     ``importance_sampling_level: sequence``, of all sequences. A loss that does not clip so has none.
     """
-    if batch.old is None:
+    before = batch.sampled if args.overlap else batch.old
+    if before is None:
         return {}
-    change, computed = (logps - batch.old).abs(), batch.computed()
-    distance = {STALENESS: (torch.where(computed, change, 0.0).sum(), computed.sum())}
-    if args.loss_type not in CLIPPING_LOSSES:
-        return distance
+    change, computed = (logps - before).abs(), batch.computed() & ~before.isnan()
+    moved = {STALENESS: (torch.where(computed, change, 0.0).sum(), computed.sum())}
+    if batch.old is None or args.loss_type not in CLIPPING_LOSSES:
+        return moved
     ratio, advantages = log_ratio(logps, batch, args).exp(), batch.advantages[:, None]  # (B, C or 1), (B, 1)
     counted = torch.ones_like(ratio) if args.importance_sampling_level == "sequence" else batch.mask
     above = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.delta is not None:
         ratio = ratio.clamp(max=args.delta)
     clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)) | ((ratio > 1 + above) & (advantages > 0))
-    return {**distance, STALE_CLIPPED: ((clipped * counted).sum(), counted.sum())}
+    return {**moved, STALE_CLIPPED: ((clipped * counted).sum(), counted.sum())}

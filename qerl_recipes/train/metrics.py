@@ -133,18 +133,16 @@ class StepSums:
 class StepValues:
     """Hold what the trainer notes during one optimizer step, in this process.
 
-    ``began`` is when the step began. Of its time ``rollout_seconds`` went into generating and scoring, and
-    ``tool_seconds`` of those into tools. ``loss`` is the
-    sum over its micro-batches, whose losses TRL has already divided by their number where that is needed; at the end it
-    is the mean over all processes. ``tokens`` went through forward and backward. ``logged`` counts the values that each
-    metric of TRL's log had before the step.
+    ``began`` is when the step began. Of its time ``rollout_seconds`` went into generating and scoring, or into waiting
+    for a rollout in flight. ``loss`` is the sum over its micro-batches, whose losses TRL has already divided by their
+    number where that is needed; at the end it is the mean over all processes. ``tokens`` went through forward and
+    backward. ``logged`` counts the values that each metric of TRL's log had before the step.
     """
 
     began: float = 0.0
     learning_rate: float = 0.0
     logged: Mapping[str, int] = field(default_factory=dict)
     rollout_seconds: float = 0.0
-    tool_seconds: float = 0.0
     loss: torch.Tensor | float = 0.0
     grad_norm: float = 0.0
     tokens: torch.Tensor | int = 0

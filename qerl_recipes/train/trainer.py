@@ -3,8 +3,8 @@
 One step, in the order in which it happens. What is called TRL's is inherited, not written here.
 
  1. prompts     TRL's sampler repeats each prompt num_generations times, shuffled by epoch: ``_get_train_sampler``
- 2. policy      the engine takes over the adapter and the trained norms: ``_begin_rollout``, ``snapshot``
- 3. noise       is drawn for this rollout in the engine and, if shared, in the trainer: ``_begin_rollout``
+ 2. policy      the engine takes over the adapter and the trained norms: ``begin_rollout``, ``snapshot``
+ 3. noise       is drawn for this rollout in the engine: ``begin_rollout``; if shared, in the trainer: ``train_on``
  4. rollout     TRL's ``_generate`` gets completions and their log-probabilities from the engine; with tools, the turns
                 after the first are those of ``train.turns``
  5. rewards     TRL's ``_calculate_rewards``; the reward that dynamic sampling compares is kept in ``judged``
@@ -14,7 +14,8 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
 10. record      a line of metrics.jsonl: ``on_step_end``; now and then a checkpoint: ``train.checkpoints``
 
-Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps.
+Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps. With
+``overlap: 1`` those of the next rollout happen meanwhile: ``train.overlap``.
 """
 
 import copy
@@ -22,6 +23,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +43,8 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import check_turns
 from qerl_recipes.tasks import rewards
 from qerl_recipes.train import divergence, dynamic_sampling, loss, metrics
-from qerl_recipes.train.checkpoints import SavingTrainer
+from qerl_recipes.train.checkpoints import ResumePoint, SavingTrainer
+from qerl_recipes.train.overlap import Begun, Overlap
 from qerl_recipes.train.parts import PartsTrainer
 from qerl_recipes.train.turns import TurnsTrainer
 
@@ -139,6 +142,7 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         self.stream = dynamic_sampling.PromptStream(len(self.train_dataset), args.seed)
         self._run, self._recipe, self._began = run, recorded(args) if recipe is None else dict(recipe), time.monotonic()
         self._sampler = None
+        self.overlap = Overlap(self) if args.overlap else None
         self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress
         self._rollout_record: dict[str, float] = {}  # what each step's line says of its rollout
         self.metrics_file, self._silent = metrics.MetricsFile(args.output_dir), metrics.SilentRollouts(args)
@@ -169,6 +173,16 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
     # 2 to 6: a rollout, from the policy to advantages
 
     @property
+    def _last_loaded_step(self) -> int:
+        """Return the step whose policy the engine has: TRL pushes if it is not the present one, but never in flight."""
+        in_flight = self.overlap is not None and self.overlap.flight is not None
+        return self.state.global_step if in_flight else self._loaded_step
+
+    @_last_loaded_step.setter
+    def _last_loaded_step(self, step: int) -> None:
+        self._loaded_step = step
+
+    @property
     def rollout_seconds(self) -> float:
         """Return the seconds of this step that went into generating and scoring."""
         return self._values.rollout_seconds
@@ -177,32 +191,63 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         began = time.perf_counter()
         if not self.model.training:
             return self.score(inputs)
-        self._begin_rollout()
-        batch = self.score(inputs)
-        if self.args.dynamic_sampling:
-            batch = self._refill(batch)
+        if self.overlap is None:
+            self.train_on(self.begin_rollout(self.rollout()))
+            batch = self.roll_out(inputs)
+        else:
+            batch = self.overlap.next(inputs)
         self._values.rollout_seconds += time.perf_counter() - began
         return batch
 
     def snapshot(self) -> Snapshot:
-        """Return the adapter and the trained norms as they are now; adapter tensors are references, not copies."""
+        """Return the adapter and the trained norms as the engine shall have them.
+
+        They are as they are now, and adapter tensors are references. A rollout in flight keeps a copy, as it began.
+        """
+        if self.overlap is not None and self.overlap.flight is not None:
+            return self.overlap.policy
         return Snapshot(dict(self._lora), self._adapter_config, norms.trained_norms(self._norms))
 
-    def _begin_rollout(self) -> None:
-        """Give the engine the adapter and new noise, in one go; set the same noise in the trainer if it is shared."""
-        rollout, sigma = self.rollout(), None
+    @torch.no_grad()
+    def load_policy(self, policy: Snapshot) -> None:
+        """Copy the adapter and the trained norms of ``policy`` into the model; the noise stays."""
+        for name, weight in self._lora.items():
+            weight.copy_(policy.tensors[name])
+        for name, norm in self._norms:
+            if policy.norms is not None and name in policy.norms:
+                norm.weight.copy_(policy.norms[name])
+
+    def begin_rollout(self, rollout: int) -> Begun:
+        """Give the engine the adapter and the noise of this rollout, in one go."""
+        sigma = None
         if self._schedule is not None:
             ends = (self.args.sigma_start, self.args.sigma_end, self.args.num_stages)
             sigma = self._schedule(rollout, self.rollouts(), *ends)
         noisy_norms = self.vllm_generation.begin(rollout, sigma)
         self.starts.open(rollout)
         self._last_loaded_step = self.state.global_step
-        self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "both" else None
-        self._set_noise()
         record = {"sigma": float(sigma or 0.0), "adapter_version": self.adapter_version()}
-        self._rollout_record = {**record, "noisy_norms": noisy_norms if sigma else 0}
+        record["noisy_norms"] = noisy_norms if sigma else 0
+        return Begun((sigma, rollout) if sigma is not None and self.args.noise_mode == "both" else None, record)
+
+    def train_on(self, rollout: Begun) -> None:
+        """Set the rollout's noise in the trainer, if it is shared, and log what it began with."""
+        self._noise, self._rollout_record = rollout
+        self._set_noise()
         for name, value in self._rollout_record.items():
             self._metrics["train"]["noise/noisy_norms" if name == "noisy_norms" else name].append(value)
+
+    def roll_out(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the scored completions of a rollout that the engine has begun, and log its speed."""
+        self._tool_seconds = 0.0
+        batch = self.score(inputs)
+        if self.args.dynamic_sampling:
+            batch = self._refill(batch)
+        logged, engine = self._metrics["train"], self.vllm_generation
+        logged["rollout_tokens_per_s"].append(engine.tokens / max(engine.seconds, 1e-9))
+        if self.tools:
+            logged["tool_seconds"].append(self._tool_seconds)
+        return batch
 
     def _set_noise(self) -> None:
         """Apply this rollout's noise to the trainer's norms, or clear it where the trainer has none."""
@@ -215,9 +260,6 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
 
     def score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the engine's completions for ``inputs``, with rewards and advantages; ``_refill`` calls this again."""
-        # in training TRL would compute every log-probability a second time, to weigh and measure once per rollout;
-        # `compute_loss` does both in each step
-        self.vllm_importance_sampling_correction = not self.model.training
         try:
             scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
@@ -226,6 +268,15 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         logged[metrics.ZERO_STD][-1] = self.frac_reward_zero_std
         self._note_ends(scored, logged)
         return scored
+
+    def _end_turns(self) -> None:
+        self._in_main(lambda: None)  # a rollout in flight waits here: what follows takes all processes
+        # in training TRL would compute every log-probability a second time, to weigh and measure once per rollout;
+        # `compute_loss` does both in each step
+        self.vllm_importance_sampling_correction = not self.model.training
+
+    def _in_main(self, function: Callable[..., Any], *given: Any) -> Any:
+        return function(*given) if self.overlap is None else self.overlap.in_main(function, *given)
 
     def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return ``batch`` with its groups without signal replaced, and log what that took."""
@@ -267,7 +318,9 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
             self._metrics["train"], self._logs = logged, table
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *others: Any) -> torch.Tensor:
-        per_function = super()._calculate_rewards(inputs, prompts, *others)  # (completions of all ranks, functions)
+        # rewards may use signals, which only the main thread can
+        calculate = super()._calculate_rewards
+        per_function = self._in_main(calculate, inputs, prompts, *others)  # (completions of all ranks, functions)
         metric, names = self.args.dynamic_sampling_metric, self.reward_func_names
         rewards.refuse_infinite(per_function, names, lambda: gather_object(list(prompts)))
         self.judged = dynamic_sampling.judged_by(per_function, self.reward_weights, names, metric)
@@ -302,7 +355,7 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         """Put the step's own figures into TRL's log, and write its line of metrics.jsonl."""
-        logged, values, engine = self._metrics["train"], self._values, self.vllm_generation
+        logged, values = self._metrics["train"], self._values
         figures = self._sums.take(self.accelerator.gather, self.accelerator.device)
         for name in logged.keys() & {*figures, *metrics.OF_TOKENS}:  # TRL's own are 0 if no token was computed
             del logged[name][values.logged.get(name, 0) :]
@@ -310,10 +363,6 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
             logged[name].append(value)
         tokens = int(values.tokens)  # waits for the GPU, so that the time is of the whole step
         seconds = time.perf_counter() - values.began
-        if values.rollout_seconds:
-            logged["rollout_tokens_per_s"].append(engine.tokens / max(engine.seconds, 1e-9))
-            if self.tools:
-                logged["tool_seconds"].append(values.tool_seconds)
         logged["train_tokens_per_s"].append(tokens / (seconds - values.rollout_seconds))
         if self.is_world_process_zero():
             new = {name: numbers[values.logged.get(name, 0) :] for name, numbers in logged.items()}
@@ -330,8 +379,26 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
             problems = {f"{metrics.EVALUATION}problems": len(self.eval_dataset)}
             self.metrics_file.append({"step": self.state.global_step, **problems, **figures})
 
+    def train(self, resume: ResumePoint | None = None, **kwargs: Any) -> Any:
+        """Train as SavingTrainer does; a rollout that was in flight at the checkpoint is the next to be trained on."""
+        if self.overlap is not None and resume is not None:
+            self.overlap.load(resume.folder)
+        return super().train(resume, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.overlap is not None:
+            self.overlap.land()
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.overlap is not None:
+            self.overlap.save(Path(output_dir))
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the reward on held-out prompts as TRL does, with the noise off in engine and trainer."""
+        if self.overlap is not None:
+            self.overlap.land()
         self.vllm_generation.begin_evaluation()
         self.starts.open("evaluation")
         self._last_loaded_step = self.state.global_step

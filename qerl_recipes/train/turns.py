@@ -29,10 +29,10 @@ class TurnsTrainer(GRPOTrainer):
 
     args: GRPOConfig
     vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
-    _values: metrics.StepValues
     _episodes: Sequence[Episode] = ()  # of the last batch
     _tool_masks: Sequence[Sequence[int]] | None = None  # of the same: 1 where the policy sampled the token
     _has_told_room = False
+    _tool_seconds = 0.0  # of this process in tools, since the trainer last set it to 0
 
     @property
     def rollout_func(self) -> RolloutFunc | None:
@@ -115,11 +115,21 @@ class TurnsTrainer(GRPOTrainer):
         engine = self._player.engine if self.tools else self.vllm_generation
         # closed where the turns end, before TRL gathers: other processes of this engine may have turns left
         with ExitStack() as self._turns:
+            self._turns.callback(self._end_turns)
             if (self.tools or self.rollout_func is not None) and isinstance(engine, TakesTurns):
                 self._turns.enter_context(engine.episodes())
             generated = super()._generate(prompts)
         self._tool_masks = generated[2]
         return generated
+
+    def _end_turns(self) -> None:
+        """Do what the trainer has to do between the last turn and the score."""
+
+    def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
+        answers = super()._generate_single_turn(*given, **options)
+        if not self.tools:
+            self._turns.close()
+        return answers
 
     def _calculate_rewards(self, inputs: Any, *others: Any) -> torch.Tensor:
         if self._tool_masks is not None:
@@ -132,7 +142,7 @@ class TurnsTrainer(GRPOTrainer):
         tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
         rows = zip(prompt_ids, completion_ids, logprobs, completions, tools, strict=True)
         self._episodes = [Episode(*row) for row in rows]
-        self._values.tool_seconds += self._player.play(self._episodes)
+        self._tool_seconds += self._player.play(self._episodes)
         self._turns.close()
         if self.log_completions:
             self._log_completion_extra("turns", [episode.table() for episode in self._episodes])

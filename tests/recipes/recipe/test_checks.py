@@ -94,6 +94,22 @@ REFUSED = [
     # a server
     ("--vllm_server_port 9000", "vllm_server_port: 9000 cannot be honoured; vllm_mode: colocate has an engine"),
     ("--vllm_server_timeout 9", "use vllm_mode: server, or remove the key"),
+    ("--overlap 1", "overlap: 1 cannot be honoured; vllm_mode: colocate has an engine of its own; use vllm_mode: serv"),
+    ("--vllm_mode server --overlap 2", "overlap is the number of rollouts that the server computes ahead, 0 or 1, not"),
+    ("--vllm_mode server --overlap 1 --dynamic_sampling true", "overlap: 1 cannot go with dynamic_sampling"),
+    (
+        "--vllm_mode server --overlap 1 --sigma_start 0.1 --noise_mode engine",
+        "vllm_importance_sampling_correction: true, and noise_mode: engine_is in place of engine",
+    ),
+    ("--vllm_mode server --overlap 1 --tools calculator", "max_tool_seconds: 60 cannot stop a tool while the trainer"),
+    (
+        "--vllm_mode server --overlap 1 --environments higher_lower",
+        "use max_tool_seconds: null, or for environments environment_python",
+    ),
+    (
+        "--vllm_mode server --overlap 1 --num_iterations 2 --eval_strategy steps --eval_steps 3",
+        "eval_steps: 3 does not fall between rollouts, as overlap: 1 needs, each of which serves 2 steps; use a",
+    ),
     (
         "--vllm_mode server --quantization bf16",
         "which only qerl_nvfp4 has, not quantization: bf16; use vllm_mode: colo",
@@ -142,6 +158,8 @@ def test_keys_that_cannot_run_are_refused_by_name(flags, message):
         "--eval_on_start true --eval_strategy epoch",
         "--do_eval true --eval_strategy steps --eval_steps 2",
         "--vllm_mode server --vllm_server_timeout 0.1",
+        "--vllm_mode server --overlap 1 --eval_strategy steps --eval_steps 3",
+        "--vllm_mode server --overlap 1 --environments higher_lower --environment_python /bin/python3",
     ],
 )
 def test_keys_just_within_a_limit_are_taken(flags):

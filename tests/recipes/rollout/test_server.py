@@ -8,7 +8,9 @@ import dataclasses
 import itertools
 import os
 import re
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ import openai
 import pytest
 from digit_rewards import digits_of_some
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 from waiting import PATIENCE, until
 
 from qerl_recipes.rollout import engine
@@ -241,6 +244,65 @@ def test_turns_against_a_server_have_the_bits_of_those_in_process(
     assert records == read_metrics(inside) and all(record["turns"] > 1 for record in records)
     ours, theirs = (load_file(Path(of.args.output_dir) / CHECKPOINT) for of in (trainer, inside))
     assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in ours)
+
+
+OVERLAP = {"overlap": 1, "dynamic_sampling": False, "max_steps": 4}
+
+
+def overlapped(trainer, lines):
+    """Check that a run with OVERLAP was a rollout ahead, and that engine and trainer agree on one adapter."""
+    assert [line["adapter_age"] for line in lines] == [0, 1, 1, 1]
+    assert [line["noisy_norms"] for line in lines] == [0, 0, 4, 4] and trainer.vllm_generation.version == 4
+    assert all(0 < line["logp_diff_mean"] < 0.02 for line in lines), "of the adapter and the noise that sampled"
+    assert min(line["logp_staleness_mean"] for line in lines[1:]) > 0.05, "steps of 1e-2 move the adapter far"
+    return load_file(Path(trainer.args.output_dir) / "checkpoint-4" / "adapter_model.safetensors")
+
+
+def test_promise_06_engine_and_trainer_agree_a_rollout_ahead(against, resume, read_metrics):
+    whole = against(**OVERLAP)
+    whole.train()
+    lines = read_metrics(whole)
+    theirs = overlapped(whole, lines)
+    resumed = against(**OVERLAP)
+    resume(resumed, Path(whole.args.output_dir) / "checkpoint-2")
+    assert read_metrics(resumed) == lines
+    ours = load_file(Path(whole.args.output_dir) / "checkpoint-4" / "adapter_model.safetensors")
+    assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_server_killed_under_a_rollout_in_flight_changes_nothing(against, running, read_metrics, capfd):
+    whole = against(**OVERLAP)
+    whole.train()
+    lines, theirs = read_metrics(whole), overlapped(whole, read_metrics(whole))
+    shutil.rmtree(whole.args.output_dir)
+    trainer, before, killed = against(**OVERLAP), running.process, []
+    client, asked, restarted = trainer.vllm_generation._client, threading.Event(), threading.Event()
+    one = client._one
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **named):
+            if state.global_step == 2:  # the adapter has moved since the third rollout began
+                assert asked.wait(PATIENCE)
+                killed.append(os.killpg(before.pid, signal.SIGKILL))
+                before.wait()
+                running.restart()
+                restarted.set()
+
+    async def ask(*given):
+        answer = await one(*given)
+        if trainer.vllm_generation._seeds._rollout == 2 and not killed:
+            asked.set()
+            assert restarted.wait(PATIENCE)
+        return answer
+
+    client._one = ask
+    trainer.add_callback(Kill())
+    trainer.train()
+    assert killed and "was restarted: the policy is pushed again" in capfd.readouterr().err
+    ours = overlapped(trainer, read_metrics(trainer))
+    assert read_metrics(trainer) == lines
+    assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in theirs)
 
 
 def test_a_rollout_keeps_to_the_recipes_length_and_counts_all_of_it(against, monkeypatch):

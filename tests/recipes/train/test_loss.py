@@ -476,6 +476,7 @@ def train(make_trainer, base, monkeypatch, *, ours, **settings):
     trainer = make_trainer(base, noise_mode="engine_is", sigma_start=0.2, sigma_end=0.2, num_stages=1, **settings)
     if not ours:
         monkeypatch.setattr(trainer, "score", super(type(trainer), trainer)._generate_and_score_completions)
+        monkeypatch.setattr(trainer, "_end_turns", lambda: None)
     forwards, inner = [], trainer.model.forward
 
     def watch(*args, **kwargs):
