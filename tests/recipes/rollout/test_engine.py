@@ -215,33 +215,58 @@ def test_a_logit_bias_from_json_reaches_the_engine(start_engine):
         engine.close()
 
 
-def test_turns_of_one_batch_keep_the_cache_and_their_tokens(start_engine, monkeypatch):
-    monkeypatch.setattr("qerl_recipes.rollout.engine.engine_on_cpu", lambda base: {**ENGINE_ON_CPU, "block_size": 32})
-    engine, computed = start_engine(16, generation_kwargs={"min_tokens": 8}), []
-    scheduler = scheduler_here(engine.llm)
-    schedule = scheduler.schedule
-
-    def count(*arguments, **options):
-        computed.append(schedule(*arguments, **options))
-        return computed[-1]
-
-    monkeypatch.setattr(scheduler, "schedule", count)
-    try:
-        engine.begin(0, None)
-        prompts = [[5 + row, *range(3, 33)] for row in range(8)]  # 31 tokens
-        with engine.episodes():
-            drawn = engine.generate(prompts, None, 4)[1]
-            before, tokens = len(computed), engine.tokens
-            asked = [Turn([*prompts[row], *drawn[row], 9], row, 1, most) for row, most in ((2, 3), (5, 40))]
-            first, again = engine.turn(asked), engine.turn(asked)
-    finally:
+@pytest.fixture(scope="module")
+def counted(start_engine):
+    """Return an engine with blocks of 32 tokens, and the list of the steps that it has scheduled."""
+    with pytest.MonkeyPatch.context() as patched:
+        blocks = {**ENGINE_ON_CPU, "block_size": 32}
+        patched.setattr("qerl_recipes.rollout.engine.engine_on_cpu", lambda base: blocks)
+        engine = start_engine(16, generation_kwargs={"min_tokens": 8}, vllm_max_model_length=256)
+        scheduler, steps = scheduler_here(engine.llm), []
+        schedule = scheduler.schedule
+        patched.setattr(scheduler, "schedule", lambda *a, **o: steps.append(schedule(*a, **o)) or steps[-1])
+        yield engine, steps
         engine.close()
-    assert len(first[0].ids) == 3 and 8 <= len(first[1].ids) <= 64 - len(asked[1].tokens)
+
+
+def test_turns_of_one_batch_keep_the_cache_and_their_tokens(counted):
+    engine, steps = counted
+    engine.begin(0, None)
+    prompts = [[5 + row, *range(3, 33)] for row in range(8)]  # 31 tokens
+    with engine.episodes():
+        drawn = engine.generate(prompts, None, 4)[1]
+        before, tokens = len(steps), engine.tokens
+        asked = [Turn([*prompts[row], *drawn[row], 9], row, 1, most) for row, most in ((2, 3), (5, 40))]
+        first, again = engine.turn(asked), engine.turn(asked)
+    assert len(first[0].ids) == 3 and 8 <= len(first[1].ids) <= 40
     assert first == again, "the seed is of place and number alone"
     assert engine.tokens == tokens + 2 * sum(len(one.ids) for one in first)
     sampled = sum(len(one.ids) - 1 for one in [*first, *again])
-    read = sum(step.total_num_scheduled_tokens for step in computed[before:]) - sampled
+    read = sum(step.total_num_scheduled_tokens for step in steps[before:]) - sampled
     assert read == 2 * sum(len(turn.tokens) - 32 for turn in asked), "a whole block comes from the cache"
+
+
+@pytest.mark.parametrize("is_emptied", [False, True], ids=["kept", "emptied between turns"])
+def test_an_episode_of_six_turns_computes_its_tokens_once(is_emptied, counted):
+    """Check that a turn computes only what the turn before it has not: all after its last whole block."""
+    engine, steps = counted
+    engine.begin(1, None)
+    steps.clear()
+    history, cached, expected = [5, *range(3, 33)], 0, 0
+    with engine.episodes():
+        for number in range(6):
+            if number == 0:
+                (drawn,) = engine.generate([history], None, 1)[1]
+            else:
+                ((drawn, _),) = engine.turn([Turn(history, 0, number, 9)])
+            computed = len(history) + len(drawn) - 1  # not the token that was sampled last
+            expected += computed - cached
+            cached = computed // 32 * 32
+            history = [*history, *drawn, *range(3, 33)]  # what a tool answers
+            if is_emptied:
+                engine.llm.reset_prefix_cache()
+    found = sum(step.total_num_scheduled_tokens for step in steps)
+    assert (found > 2 * expected) if is_emptied else (found == expected < computed + 5 * 32)
 
 
 def test_the_engine_has_the_size_that_the_recipe_gives_it(engine):
