@@ -74,7 +74,7 @@ def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     (program,) = [block for kind, block in BLOCKS if kind == "json" and "verification_info" in block]
     (tmp_path / "programs.jsonl").write_text(program * 64)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    for name in ("my_rewards.py", "my_tools.py"):
+    for name in ("my_rewards.py", "my_tools.py", "my_math.py"):
         (module,) = [block for kind, block in BLOCKS if kind == "python" and block.startswith(f"# {name}\n")]
         (tmp_path / name).write_text(module)
     monkeypatch.setattr(sys, "path", [*sys.path])
