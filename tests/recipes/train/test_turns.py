@@ -4,6 +4,7 @@ The engine is scripted and follows from the history, so that TRL's own loop can 
 """
 
 import copy
+import itertools
 import json
 import random
 import sys
@@ -146,6 +147,42 @@ def test_a_step_counts_what_its_episodes_did(train):
     assert table["completion"][0][0]["tool_calls"][0]["function"]["arguments"] == '{"number": 4}'
 
 
+def double_in_the_loop():
+    async def double(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: The number.
+        """
+        return 2 * number
+
+    return double
+
+
+@pytest.mark.parametrize("tool", [calling.double, double_in_the_loop()], ids=["sync", "async"])
+def test_one_call_of_two_fails_and_the_policy_learns(tool, train):
+    """Check rows of which one calls well, one with a wrong argument, and two not at all."""
+    said, before = itertools.cycle(["{double 4}<eos>", "{double x}<eos>", "7<eos>", "77<eos>"]), {}
+
+    def say(tokens):
+        is_first = tokens.count(calling.VOCABULARY.index("<assistant>")) == 1
+        return calling.ids(next(said) if is_first else "8<eos>")
+
+    def note(trainer):
+        before.update((name, weight.detach().clone()) for name, weight in trainer.model.named_parameters())
+
+    def differs(completions, **columns):
+        return [float(i) for i in range(len(completions))]
+
+    trainer, (record,) = train(say, {"tools": [tool]}, differs, note)
+    assert (record["tool_calls"], record["tool_failures"], record["turns"]) == (0.5, 0.5, 1.5)
+    roles = [[message["role"] for message in one.messages] for one in trainer._episodes]
+    assert roles == [["assistant", "tool", "assistant"]] * 2 + [["assistant"]] * 2 + roles[:4]
+    assert [trainer._episodes[row].messages[1]["content"][:9] for row in (0, 1)] == ["8", "{'error':"]
+    changed = {name for name, weight in trainer.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if ".lora_B." in name}, "all of B; A follows once B is not zero"
+
+
 @pytest.mark.parametrize("call", ["broken", "deep"])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_call_that_cannot_be_read_is_text(call, turn, train):
@@ -187,10 +224,12 @@ def test_a_stop_string_in_a_tools_text_ends_nothing(train):
     assert record["completion_clipped"] == 1.0
 
 
-def test_a_rollout_has_one_policy_whatever_its_turns(train):
-    trainer, records = train(drawn, max_steps=2)
+@pytest.mark.parametrize("kind", ["tools", "rollout function"])
+def test_a_rollout_has_one_policy_whatever_its_turns(kind, train):
+    turns = {"tools": TOOLS, "rollout function": {"rollout_func": asks_twice}}[kind]
+    trainer, records = train(in_turn("{double 4}<eos>", "7<eos>"), turns, max_steps=2)
     assert [record["adapter_version"] for record in records] == [1, 2] and trainer.vllm_generation.version == 2
-    assert len(trainer.vllm_generation.asked) > 2, "of several turns"
+    assert len(trainer.vllm_generation.asked) == 4, "of two turns each"
 
 
 @pytest.mark.parametrize("kind", ["tools", "rollout function"])
@@ -269,15 +308,17 @@ def walked(environments, **columns):
     return [float(one.at) for one in environments]
 
 
-@pytest.mark.parametrize("reward", [None, [digits]], ids=["its own reward", "beside another"])
+@pytest.mark.parametrize("reward", [None, [walked]], ids=["its own reward", "beside one that reads it"])
 def test_an_environment_is_reset_for_each_episode_and_may_own_its_reward(reward, train):
     calling.Walk.made = 0
-    turns = {"environment_factory": calling.Walk}
-    trainer, records = train(in_turn("{move}{move}<eos>", "{move}<eos>", "7<eos>"), turns, reward or [], max_steps=2)
+    turns, weights = {"environment_factory": calling.Walk}, [0.5] if reward else None
+    trainer, records = train(
+        in_turn("{move}{move}<eos>", "{move}<eos>", "7<eos>"), turns, reward or [], max_steps=2, reward_weights=weights
+    )
     assert calling.Walk.made == len(trainer.environments) == 8, "instances are used again"
     assert [one.resets for one in trainer.environments] == [2] * 8
     assert {one.at for one in trainer.environments} == {6} and records[0]["rewards/Walk/mean"] == 6.0
-    assert records[0]["reward"] == 6.0 + records[0].get("rewards/digits/mean", 0.0)
+    assert records[0]["reward"] == (9.0 if reward else 6.0), "the weights are of functions alone"
     assert set(trainer.environments[0].row) == {"prompt", "answer", "seed"}
     prompts = [request.prompt for request in trainer.vllm_generation.asked[0]]
     assert all(prompt[-2:] == calling.ids("7<assistant>") for prompt in prompts), "what reset returns is in the prompt"
@@ -295,12 +336,14 @@ def test_an_environment_may_own_its_data(train):
 
 def test_each_row_names_its_environment(train):
     rows = calling.prompts(8)
-    rows = rows.add_column("environment", ["walk", "silent"] * 4)
-    turns = {"environment_factory": {"walk": calling.Walk, "silent": Silent}, "train_dataset": rows}
+    rows = rows.add_column("environment", ["walk", "silent", "stroll", "silent"] * 2)
+    factories = {"walk": calling.Walk, "silent": Silent, "stroll": calling.Walk}
+    turns = {"environment_factory": factories, "train_dataset": rows}
     say = in_turn("{move}{double 4}<eos>", "7<eos>")
     trainer, (record,) = train(say, turns, [digits], per_device_train_batch_size=32)
     assert {type(one) for one in trainer.environments} == {calling.Walk, Silent}
     assert record["rewards/Walk/mean"] == 2.0, "of its own episodes alone"
+    assert trainer.reward_func_names == ["digits", "Walk"], "two names of a class have one reward"
     assert record["tool_failures"] == 0.5, "each has one of the two tools"
 
 
