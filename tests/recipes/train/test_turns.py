@@ -58,6 +58,11 @@ def in_turn(*lines):
     return say
 
 
+def differs(completions, **columns):
+    """Give each completion another reward, so that there is something to learn."""
+    return [float(i) for i in range(len(completions))]
+
+
 @pytest.fixture
 def train(make_trainer, make_nvfp4, read_metrics, resume):
     """Return train(say, turns, reward, **settings), which trains a step; it returns the trainer and the lines.
@@ -171,9 +176,6 @@ def test_one_call_of_two_fails_and_the_policy_learns(tool, train):
     def note(trainer):
         before.update((name, weight.detach().clone()) for name, weight in trainer.model.named_parameters())
 
-    def differs(completions, **columns):
-        return [float(i) for i in range(len(completions))]
-
     trainer, (record,) = train(say, {"tools": [tool]}, differs, note)
     assert (record["tool_calls"], record["tool_failures"], record["turns"]) == (0.5, 0.5, 1.5)
     roles = [[message["role"] for message in one.messages] for one in trainer._episodes]
@@ -196,9 +198,6 @@ def test_a_call_that_cannot_be_read_is_text(call, turn, train):
 def test_an_episode_out_of_tokens_counts_as_cut(masks, train):
     """Check that it is logged as cut off and left out of the loss, though it ends with a call and its end token."""
     seen = []
-
-    def differs(completions, **columns):
-        return [float(i) for i in range(len(completions))]
 
     def say(tokens):
         return calling.ids("{double 4}<eos>" if sum(tokens) % 2 else "7<eos>")
@@ -267,9 +266,6 @@ def test_an_evaluation_plays_the_same_episodes_every_time(train):
 
 @pytest.mark.parametrize("kind", ["plain", "dynamic sampling", "several steps"])
 def test_the_divisor_is_of_sampled_tokens(kind, train):
-    def differs(completions, **columns):
-        return [float(i) for i in range(len(completions))]
-
     settings = {
         "plain": {},
         "dynamic sampling": {"dynamic_sampling": True, "dynamic_sampling_metric": "total"},
