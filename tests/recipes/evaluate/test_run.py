@@ -264,8 +264,8 @@ def test_all_evaluations_are_refused_before_the_first_begins(
     make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = {"base": str(make_nvfp4("qwen2")), "tasks": ["running_sum"], "output_dir": tmp_path / "o"}
-    with pytest.raises(ValueError, match=r"temperature is -1\.0"):
-        evaluate.evaluate_each([Evaluation(**good), Evaluation(**good, temperature=-1.0)])
+    with pytest.raises(ValueError, match=r"top_p is 0\.5"):
+        evaluate.evaluate_each([Evaluation(**good), Evaluation(**good, top_p=0.5)])
     (tmp_path / "x.jsonl").write_text('{"prompt": "1=", "answer": "one"}\n')
     unreadable = {**good, "adapter": None, "tasks": [f"jsonl-number:{tmp_path}/x.jsonl"]}
     monkeypatch.setattr(evaluate, "start", started)
