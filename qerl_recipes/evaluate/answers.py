@@ -6,7 +6,7 @@ keeps its name.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -38,8 +38,7 @@ class Judged:
     share: float
 
 
-@dataclass(frozen=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     doc: Doc
     text: str
     ids: list[int]
@@ -120,15 +119,17 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> boo
 
 def _prompts(docs: Sequence[Doc], tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[_Prompt]:
     """Return each problem as the text and the tokens that the engine gets."""
-    manager = PromptManager(system_prompt=sampling.system_prompt or None)
-    if not uses_template(tokenizer, sampling):
-        texts = [manager.prepare_prompt(doc) for doc in docs]
-        return [_Prompt(doc, text, tokenizer(text)["input_ids"]) for doc, text in zip(docs, texts, strict=True)]
+    manager, templated = PromptManager(system_prompt=sampling.system_prompt or None), uses_template(tokenizer, sampling)
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
     options |= {"chat_template": sampling.chat_template, **(sampling.chat_template_kwargs or {})}
-    texts = [tokenizer.apply_chat_template(manager.prepare_prompt_api(doc), **options) for doc in docs]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return [_Prompt(*parts) for parts in zip(docs, texts, ids, strict=True)]
+    prompts = []
+    for doc in docs:
+        if templated:  # a template writes the first token itself
+            text = tokenizer.apply_chat_template(manager.prepare_prompt_api(doc), **options)
+        else:
+            text = manager.prepare_prompt(doc)
+        prompts.append(_Prompt(doc, text, tokenizer(text, add_special_tokens=not templated)["input_ids"]))
+    return prompts
 
 
 def _parameters(prompt: _Prompt, sample: int, sampling: Sampling, length: int, templated: bool) -> SamplingParams:

@@ -246,10 +246,11 @@ class _Engine:
 
         evaluation, parameters = self._evaluation, for_sampling_params(self._evaluation.generation_kwargs or {})
         requests = [Request(turn.tokens, self._seed(turn.place, turn.number), turn.most) for turn in turns]
-        warm = {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
+        parameters |= {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
+        parameters["detokenize"] = bool(parameters.get("stop"))  # the messages are read from the tokens
         outputs = self._llm.generate(
             [{"prompt_token_ids": one.prompt} for one in requests],
-            [SamplingParams(**{**parameters, **warm, **one.limits(parameters)}) for one in requests],
+            [SamplingParams(**{**parameters, **one.limits(parameters)}) for one in requests],
             lora_request=self._request,
             use_tqdm=False,
         )

@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -101,17 +102,12 @@ def curves(
                 axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1, marker=marker)
                 axes.plot(steps, running_mean(values), color=colour, linewidth=1.8, label=label)
             else:
-                style = "steps-post" if stairs else "default"
-                axes.plot(
-                    steps,
-                    values,
-                    color=colour,
-                    label=label,
-                    linewidth=1.5,
-                    drawstyle=style,
-                    marker=marker,
-                    markersize=4,
-                )
+                looks: dict[str, Any] = {
+                    "drawstyle": "steps-post" if stairs else "default",
+                    "linewidth": 1.5,
+                    "markersize": 4,
+                }
+                axes.plot(steps, values, color=colour, label=label, marker=marker, **looks)
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

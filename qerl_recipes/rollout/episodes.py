@@ -110,11 +110,10 @@ def for_trl(episodes: Sequence[Episode]) -> tuple[Any, ...]:
 
 def in_one_type(completion: Sequence[Message]) -> list[Message]:
     """Return a completion with text for all that is none: a column of a table has values of one type."""
-    written = []
-    for message in completion:
-        content, calls = message["content"], message.get("tool_calls")
-        changes: Message = {} if isinstance(content, str) else {"content": str(content)}
-        written.append({**message, **changes, **({"tool_calls": list(map(_in_one_type, calls))} if calls else {})})
+    written = [{**message, "content": str(message["content"])} for message in completion]
+    for message in written:
+        if message.get("tool_calls"):
+            message["tool_calls"] = list(map(_in_one_type, message["tool_calls"]))
     return written
 
 

@@ -49,17 +49,8 @@ STAGES = ("weights", "adapter", "noise", "sampling")
 # the keys of a run's recipe that decide what is sampled and how it is computed
 USED_TOPICS = ("weights and adapter", "noise", "data", "rewards", "tools and environments", "rollouts")
 USED_KEYS = {key for topic in USED_TOPICS for key in TOPICS[topic]}
-USED_KEYS |= {
-    "max_steps",
-    "pack_tokens",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "bf16",
-    "fp16",
-    "tf32",
-    "seed",
-    "use_cpu",
-}
+USED_KEYS |= {"max_steps", "pack_tokens", "per_device_train_batch_size", "gradient_accumulation_steps"}
+USED_KEYS |= {"bf16", "fp16", "tf32", "seed", "use_cpu"}
 # TRL derives generation_batch_size from other keys; the adapter comes from the run, whatever the run started from
 USED_KEYS -= {"generation_batch_size", "adapter_name_or_path"}
 USED_KEYS -= {"rollout_func"}  # it is not called
@@ -150,18 +141,17 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
             available = len(trainer.train_dataset)
         finally:
             trainer.vllm_generation.close()
+    lines = [_reading(result, training)]
+    if checked.interaction.has_calls():
+        lines.append("These are the first turns of episodes; logp_diff of metrics.jsonl has all turns in it.")
+    if saved.recipe.get("rollout_func"):
+        lines.append("rollout_func renders prompts itself; here the trainer has rendered them, each is answered once.")
+    if available < problems:
+        few = f"The training set has {available} problems, fewer than the {problems} asked for"
+        lines.append(f"{few}: this is of those {available}.")
     console = Console()
     console.print(table(result, f"{saved.path}: {training.quantization}, noise_mode {training.noise_mode}"))
-    console.print(_reading(result, training), markup=False, highlight=False)
-    if checked.interaction.has_calls():
-        line = "These are the first turns of episodes; logp_diff of metrics.jsonl has all turns in it."
-        console.print(line, markup=False, highlight=False)
-    if saved.recipe.get("rollout_func"):
-        line = "rollout_func renders prompts by itself; here the trainer has rendered them, and each is answered once."
-        console.print(line, markup=False, highlight=False)
-    if available < problems:
-        line = f"The training set has {available} problems, fewer than the {problems} asked for: this is of those "
-        console.print(f"{line}{available}.", markup=False, highlight=False)
+    console.print("\n".join(lines), markup=False, highlight=False)
     return 0
 
 
@@ -190,9 +180,8 @@ def measure(
         added = deltas[i] - deltas[i - 1] if i else deltas[i]
         ratio: tuple[float, float] | tuple[()] = ()
         if name in ("adapter", "noise"):
-            ratio = _ratio(
-                engine_logps[i] - engine_logps[i - 1], trainer_logps[i] - trainer_logps[i - 1], sides.lengths()
-            )
+            of_engine, of_trainer = (logps[i] - logps[i - 1] for logps in (engine_logps, trainer_logps))
+            ratio = _ratio(of_engine, of_trainer, sides.lengths())
         parts.append(Part(name, Sizes.of(deltas[i]), Sizes.of(added), *ratio))
     return Mismatch(tuple(parts), len(sampled), sigma, tuple(narrowing(training)))
 
@@ -279,13 +268,10 @@ class _Sides:
 def _recipe(saved: AdapterFolder, flags: Sequence[str], scratch: Path) -> tuple[Any, GRPOConfig, Any]:
     if not saved.recipe:
         raise ValueError(f"{saved.path} does not say by which recipe it was trained; name a run of qerl train")
-    content = {key: value for key, value in saved.recipe.items() if key in USED_KEYS and value is not None}
-    if (
-        content.get("noise_mode") == "none"
-    ):  # recorded with sigmas of 0, which would contradict flags that ask for noise
-        content = {
-            key: value for key, value in content.items() if key not in ("sigma_start", "sigma_end", "num_stages")
-        }
+    keys = USED_KEYS
+    if saved.recipe.get("noise_mode") == "none":  # its sigmas of 0 would contradict flags that ask for noise
+        keys = keys - {"sigma_start", "sigma_end", "num_stages"}
+    content = {key: value for key, value in saved.recipe.items() if key in keys and value is not None}
     content |= {**OVERRIDES, "output_dir": str(scratch / "run")}
     file = scratch / "recipe.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -360,12 +346,11 @@ def _reading(result: Mismatch, training: GRPOConfig) -> str:
         "are of another policy than the row's.",
         "weights: the base alone, one pass, temperature 1; adapter: with trained norms, if any;",
     ]
-    where = {"none": "none in this run", "both": f"sigma {result.sigma:g} on both sides"}
-    noise = where.get(
-        str(training.noise_mode), f"sigma {result.sigma:g} in the engine alone, as {training.noise_mode} is"
+    noise, mode = f"sigma {result.sigma:g}", str(training.noise_mode)
+    noise = {"none": "none in this run", "both": f"{noise} on both sides"}.get(
+        mode, f"{noise} in the engine alone, as {mode} is"
     )
-    lines[-1] += f" noise: {noise};"
-    lines[-1] += f" sampling: token by token, temperature {training.temperature:g}, as logp_diff."
+    lines[-1] += f" noise: {noise}; sampling: token by token, temperature {training.temperature:g}, as logp_diff."
     if result.cut:
         lines.append(
             f"sampling is cut by {', '.join(result.cut)}: the engine's log-probabilities are of what is left "
