@@ -77,6 +77,8 @@ def _remote_class(path: str, description: str, seconds: float | None) -> "type[_
 class _Remote:
     """Hold one environment's process, and ask it; the names of its methods are those of the class there."""
 
+    _has_warned = False  # set on the class of an environment
+
     def __init__(self, start: Callable[[], "Process"]) -> None:
         self._start, self._process = start, start()
         self._lost, self._losses = "", 0
@@ -110,7 +112,9 @@ class _Remote:
             self._losses += 1
             ending = "" if request["name"] == "reset" else "; the episode has ended"
             self._lost = f"environment {type(self).__name__}: {error} in {request['name']}{ending}"
-            logger.warning("%s. environments_lost counts such losses", self._lost)
+            if not type(self)._has_warned:
+                type(self)._has_warned = True
+                logger.warning("%s. environments_lost counts this and later ones", self._lost)
             if isinstance(error, EnvironmentLost):
                 raise EnvironmentLost(self._lost) from error
             raise

@@ -68,7 +68,7 @@ def _watched(function: Callable[..., Any], where: str, seconds: float | None) ->
         try:
             yield
         except ToolTimeout as error:
-            way_out = "raise max_tool_seconds, or set environment_python, with which a hang ends one episode alone"
+            way_out = "raise max_tool_seconds, or set environment_python, with which a process that hangs is replaced"
             raise ValueError(f"{where} {error}; {way_out}") from error
         except (Exception, SystemExit) as error:
             failure = f"{where} failed ({type(error).__name__}: {error})"

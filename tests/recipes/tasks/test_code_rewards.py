@@ -18,7 +18,7 @@ import pytest
 from datasets import Dataset
 from waiting import PATIENCE
 
-from qerl_recipes.recipe.configs import ScriptArguments, parse
+from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import code_providers, code_rewards, sandbox
 from qerl_recipes.tasks.rewards import FACTORIES, answer_problems, required_columns, resolve
@@ -488,13 +488,3 @@ def test_rewards_that_run_programs_name_the_columns_that_they_read(server, recwa
     assert required_columns(reward("code", code_provider="piston")) == {"verification_info"}
     assert required_columns(reward("cf_code")) == set(CODEFORCES)
     assert required_columns(reward("ioi_code")) == set(IOI) - {"test_cases"}
-
-
-def test_keys_of_code_reach_the_rewards():
-    flags = "--code_provider piston --parallel_code_exec_per_proc 3 --e2b_router_url a:1 --morph_router_url b:2"
-    flags += " --code_eval_scoring_mode partial --code_eval_test_batch_size -1 --ioi_provider piston"
-    script, *_ = parse(["--use_cpu", "true", *flags.split()])
-    words = flags.replace("--", "").split()
-    assert {key: str(getattr(script, key)) for key in words[::2]} == dict(zip(words[::2], words[1::2], strict=True))
-    with pytest.raises(ConfigError, match="code_provider"):
-        parse(["--use_cpu", "true", "--code_provider", "docker"])

@@ -17,6 +17,7 @@ from waiting import until
 
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks import environment_process
 from qerl_recipes.tasks.environment_process import SERVER, EnvironmentLost, in_its_own_interpreter, take_losses
 from qerl_recipes.tasks.environments import Instances, resolve
 
@@ -33,6 +34,7 @@ def bare(tmp_path_factory):
 def counters(bare, monkeypatch):
     """Return counters(seconds, **arguments), which returns the instances of acting.Counter in that interpreter."""
     monkeypatch.setenv("PYTHONPATH", str(Path(acting.__file__).parent))
+    environment_process._remote_class.cache_clear()  # a new class, which has warned of nothing
     return lambda seconds=20.0, **arguments: Instances(
         in_its_own_interpreter(bare, "acting.Counter", arguments, seconds)
     )
@@ -81,15 +83,17 @@ def test_an_environment_that_dies_ends_its_episode_alone(counters, caplog, proce
     died = r"environment Counter: its process has ended \(code 3\) in add; the episode has ended"
     with pytest.raises(EnvironmentLost, match=died):
         one.add(number=14)
-    told = died.replace("\\", "") + ". environments_lost counts such losses"
-    assert [record.message for record in caplog.records] == [told]
+    told = died.replace("\\", "") + ". environments_lost counts this and later ones"
     after = {process.pid for process in processes_of("acting.Counter")}
     assert len(before & after) == 1 and len(after) == 2, "another starts before the next reset waits for it"
     with pytest.raises(EnvironmentLost, match=died):
         one.add(number=1)
     assert one.get_reward() is None and other.add(number=1) == "1"
     assert one.reset() == "0=" and one.add(number=2) == "2" and one.get_reward() == 2.0
-    assert [take_losses(each) for each in (one, one, other)] == [1, 0, 0]
+    with pytest.raises(EnvironmentLost):
+        other.add(number=14)
+    assert [take_losses(each) for each in (one, one, other)] == [1, 0, 1]
+    assert [record.message for record in caplog.records] == [told], "once"
 
 
 def test_losses_outside_of_tools_are_survived_and_counted(counters):

@@ -378,7 +378,7 @@ def test_ranks_meet_the_environments_of_one_process():
             "reset",
             r"reset took longer than 0\.2 s \(max_tool_seconds\) and was stopped; raise",
         ),
-        ("Stuck", "get_reward", r"get_reward took longer than 0\.2 s .*, or set environment_python, with which a hang"),
+        ("Stuck", "get_reward", r"get_reward took longer than 0\.2 s .*, or set environment_python, with which"),
         ("SlowJudge", "get_reward", r"get_reward took longer than 0\.2 s"),
     ],
 )
