@@ -1,0 +1,127 @@
+"""Test TRL's AsyncGRPO on a server with a resident adapter."""
+
+import asyncio
+import os
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, MagicMock
+
+import calling
+import pytest
+import torch
+from digit_rewards import digits
+from peft import LoraConfig
+from trl.experimental.async_grpo import AsyncGRPOConfig, packing
+from waiting import until
+
+from qerl_recipes.rollout.server_link import AnotherPolicyError
+from qerl_recipes.train import async_grpo
+from qerl_vllm_plugin.client import VERSION_HEADER, PolicyClient
+
+STEPS = 4
+
+
+def test_segments_attend_as_whole_sequences_do():
+    """Check a row of two sequences with a common beginning against each of them alone."""
+    torch.manual_seed(0)
+    row, samples = packing.TreeRow(), [[5, 6, 7, 8, 9], [5, 6, 7, 3]]
+    for ids in samples:
+        sample = {
+            "input_ids": ids,
+            "completion_mask": [0] * 3 + [1] * (len(ids) - 3),
+            "old_log_probs": [0.0] * len(ids),
+        }
+        row.add({**{name: torch.tensor(value) for name, value in sample.items()}, "advantage": 1.0, "group_id": 0})
+    packed, nodes = row.pack(), row.sample_nodes
+    assert len(packed["input_ids"]) < sum(map(len, samples))
+    order = {node: place for place, node in enumerate(sorted(range(len(row.tokens))))}
+    query, key, value = (torch.randn(len(row.tokens), heads, 8) for heads in (4, 2, 2))
+    starts, key_starts, index = (packed[f"tree_{name}"] for name in ("cu_seqlens_q", "cu_seqlens_k", "kv_index"))
+    found = async_grpo.attention(
+        query, key[index], value[index], starts, key_starts, 0, 0, softmax_scale=None, causal=True, window_size=(-1, -1)
+    )
+    for of in nodes:
+        places = [order[node] for node in of]
+        q, k, v = (x[places].transpose(0, 1)[None] for x in (query, key, value))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(found[places], expected[0].transpose(0, 1))
+
+
+@pytest.fixture(scope="module")
+def served(serve_policy, make_nvfp4, hold_port):
+    """Start a server, and return its base and its address."""
+    base, port = make_nvfp4("qwen2"), hold_port()
+    process, url = serve_policy(base, port), f"http://127.0.0.1:{port}"
+    client = PolicyClient(url, os.environ["QERL_ADMIN_TOKEN"])
+
+    def answers():
+        try:
+            return client.state()
+        except Exception:
+            return None
+
+    assert until(answers, 300), process.log.read_text()[-4000:]
+    return base, url, client
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_trls_asynchronous_trainer_trains_against_the_server(served, tmp_path):
+    base, url, client = served
+    before, tokenizer = client.state()["version"], calling.tokenizer()
+    config = AsyncGRPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=STEPS,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=12,
+        learning_rate=1e-2,
+        dtype="bfloat16",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        token_budget=0,
+        max_tool_calling_iterations=1,
+        max_staleness=2,
+        vllm_server_base_url=url,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = async_grpo.QerlAsyncGRPOTrainer(
+        base, digits, args=config, train_dataset=calling.prompts(16), processing_class=tokenizer, peft_config=adapter
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "ratio" in entry]
+    assert len(logs) == STEPS and all(entry["grad_norm"] > 0 for entry in logs)
+    assert client.state()["version"] == trainer.model_version == max(before, 1) + STEPS + 1, "one before the first step"
+    assert abs(logs[0]["ratio"] - 1) < 0.02, "the adapter that sampled is the one of the first step"
+    mixed = [entry["sampling/mixed_versions"] for entry in logs if "sampling/mixed_versions" in entry]
+    assert mixed and all(0 <= share < 1 for share in mixed)
+
+
+@pytest.mark.parametrize(
+    ("header", "is_ours"), [("7", True), ("7-8", True), ("6-7", False), ("9", False), (None, False)]
+)
+def test_an_answer_of_another_policy_ends_the_run(header, is_ours):
+    """Check answers to a request that was sent at version 7, before and while 8 is pushed."""
+
+    class Answer:
+        headers = {} if header is None else {VERSION_HEADER: header}
+        raise_for_status = MagicMock()
+        json = AsyncMock(return_value={"choices": []})
+
+    async def once(call, **options):
+        return await call()
+
+    session = MagicMock()
+    session.post.return_value.__aenter__.return_value = Answer
+    loop = SimpleNamespace(model_version=7, session=session, vllm_server_url="", _retry=once, _rates={})
+    loop._rates = {"sampling/mixed_versions": [0, 0]}
+    post = async_grpo.CheckedLoop._post(loop, "/v1/completions", {}, 1.0)
+    if is_ours:
+        assert asyncio.run(post) == {"choices": []}
+        assert loop._rates == {"sampling/mixed_versions": [header == "7-8", 1]}
+        return
+    with pytest.raises(AnotherPolicyError, match="this run had pushed 7 before and 7 after"):
+        asyncio.run(post)
