@@ -43,6 +43,7 @@ from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
 from qerl_recipes.files.base_model import local_folder, read_config
 from qerl_recipes.files.json_files import read_object
 from qerl_recipes.files.whole_folder import write_text
+from qerl_recipes.machine.environment import warm_compiler
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_on_cpu, engine_options
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
@@ -393,6 +394,7 @@ def start(engine: EngineSettings) -> "LLM":
     """Start an engine in this process; raise ValueError if this machine cannot serve its weights."""
     # An engine core in another process would batch the requests differently in each run, which changes the last bits.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    warm_compiler()
     from vllm import LLM
     from vllm.platforms import current_platform
 

@@ -1,5 +1,6 @@
 """Check an engine's version and configuration, time its start, and find its model, as read in vLLM 0.26 to 0.32."""
 
+import atexit
 import functools
 import gc
 import time
@@ -137,6 +138,7 @@ def checkpoint_folder(vllm_config: "VllmConfig") -> Path | None:
 @functools.cache  # once in a process: later there may be garbage among the objects
 def _leave_out_imports() -> None:
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton's library finds its functions alive at the end, and says so at length
 
 
 @contextmanager

@@ -68,3 +68,14 @@ def test_garbage_is_collected_again_after_a_start():
         assert not gc.isenabled()
         raise ValueError("failed")
     assert gc.isenabled()
+
+
+def test_what_was_imported_is_left_out_once_and_until_the_end(monkeypatch):
+    calls = []
+    monkeypatch.setattr(engine.gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(engine.atexit, "register", calls.append)
+    engine._leave_out_imports.cache_clear()
+    for _ in range(2):
+        with engine.start_in_this_process():
+            pass
+    assert calls == ["freeze", gc.unfreeze]
