@@ -50,9 +50,10 @@ def final(rows: pd.DataFrame, target: float | None) -> pd.DataFrame:
     if numbers.empty:
         return pd.DataFrame(index=pd.MultiIndex.from_arrays([[], []], names=["arm", "seed"]))
     last = numbers.groupby(["arm", "seed", "metric"]).value.last().unstack("metric")
+    by_step = numbers.pivot_table(index=["arm", "seed", "step"], columns="metric", values="value", aggfunc="last")
     derived = {}
-    for key, of_run in numbers.groupby(["arm", "seed"]):
-        steps = of_run.pivot_table(index="step", columns="metric", values="value", aggfunc="last")
+    for key, of_run in by_step.groupby(["arm", "seed"]):
+        steps = of_run.droplevel(["arm", "seed"])
         derived[key] = summaries(steps, target) | {"last_step": steps.index.max()}
     made = pd.DataFrame.from_dict(derived, orient="index").rename_axis(["arm", "seed"])
     values = last.drop(columns=["steps_to_target", "seconds_to_target"], errors="ignore").combine_first(made)

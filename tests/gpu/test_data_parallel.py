@@ -65,7 +65,7 @@ def train(
         if processes > 1:
             launcher += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
             launcher += ["--main_process_port", str(hold_port())]
-        command = [scripted_rollouts.__file__, str(processes), json.dumps(line)]
+        command = [scripted_rollouts.__file__, json.dumps(line)]
         command = command if script else ["-m", "qerl_recipes.cli", "train", *line]
         path = os.pathsep.join([str(FIXTURES / "rewards"), os.environ.get("PYTHONPATH", "")])
         run_process([*launcher, *command], tmp_path / f"{name}.log", PYTHONPATH=path)

@@ -1,6 +1,7 @@
 """Provide recipes, trainers, adapters and servers on tiny checkpoints, and shut their engines down after the test."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,17 +32,17 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path, light_engines: None) -> Callable[..., str]:
-    """Return write_recipe(**changes), which writes a recipe of SETTINGS and returns its path.
+@pytest.fixture(scope="session")
+def write_recipe_in(make_nvfp4: Callable[..., Path], light_engines: None) -> Callable[..., str]:
+    """Return write_recipe_in(folder, **changes), which writes a recipe of SETTINGS and returns its path.
 
-    The recipe trains a tiny checkpoint and has output_dir tmp_path/run.
+    The recipe trains a tiny checkpoint and has output_dir folder/run.
     """
 
-    def write(**changes: Any) -> str:
+    def write(folder: Path, **changes: Any) -> str:
         recipe = {
             "model_name_or_path": str(make_nvfp4("qwen2")),
-            "output_dir": str(tmp_path / "run"),
+            "output_dir": str(folder / "run"),
             "lora_r": 4,
             "lora_alpha": 8,
             "lora_target_modules": ["all-linear"],
@@ -51,11 +52,17 @@ def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path, light_engines:
             **SETTINGS,
             **changes,
         }
-        path = tmp_path / "recipe.yaml"
+        path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def write_recipe(write_recipe_in: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
+    """Return write_recipe(**changes), which is write_recipe_in with the test's own folder."""
+    return functools.partial(write_recipe_in, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
 from qerl_recipes.study import check as checks
-from qerl_recipes.study import inventory, runner
+from qerl_recipes.study import inventory, pages, runner
 from qerl_recipes.study.commands import conduct
 from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
 from qerl_recipes.study.results import final, hours
@@ -119,6 +119,12 @@ def test_a_reward_that_a_table_has_rounded_has_reached_its_target(rewards):
     short = steps_of(reward=[float(f"{reward:.6g}") for reward in rewards])
     assert short.reward[:5].mean() < target
     assert inventory.summaries(short, target)["steps_to_target"] == 5
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Leave the curves out, which take longer than the rest of a page; test_pages.py draws them."""
+    monkeypatch.setattr(pages, "draw", lambda *given: None)
 
 
 @pytest.fixture

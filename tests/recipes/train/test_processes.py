@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import sys
@@ -21,43 +20,6 @@ def launch(recipe, *flags):
     """Return the command that runs `qerl train` in two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     return [*launcher, "-m", "qerl_recipes.cli", "train", "--config", recipe, *flags]
-
-
-@pytest.mark.integration
-def test_two_processes_with_one_engine_train_one_policy(write_recipe, run_process, tmp_path):
-    """Check data parallelism in the trainer with tensor parallelism in the engine.
-
-    All processes must agree on noise and resampling.
-    """
-    recipe = write_recipe(
-        noise_mode="both",
-        sigma_start=0.1,
-        num_stages=1,
-        log_completions=True,
-        dynamic_sampling=True,  # a random model never earns its reward: every group is resampled
-        entropy_coef=0.1,  # gives a loss, which differs between the processes
-        max_steps=2,
-        per_device_train_batch_size=4,
-        max_completion_length=8,
-        vllm_max_model_length=32,
-        vllm_tensor_parallel_size=2,
-        save_strategy="steps",
-        save_steps=2,
-    )
-    run_process(launch(recipe), tmp_path / "log")
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["sigma"], r["adapter_version"], r["noisy_norms"]) for r in records] == [(0, 1, 0), (0.1, 2, 4)]
-    assert all(record["logp_diff_mean"] < 0.05 for record in records)
-    assert all(record["dropped_groups"] == 2 and record["sampling_rounds"] == 3 for record in records)
-    history = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
-    losses = [entry["loss"] for entry in history if "loss" in entry]  # transformers' own mean over the processes
-    assert [record["loss"] for record in records] == pytest.approx(losses, abs=2e-4) and min(map(abs, losses)) > 0.01
-    state = json.loads((tmp_path / "run" / "checkpoint-2" / "qerl_state.json").read_text())
-    assert state["stream"] == 2 * 3 * 2  # steps, rounds, groups over both processes
-    assert {"rng_state_0.pth", "rng_state_1.pth"} <= state["files"].keys()
-    for step in (1, 2):  # the table has the rows of both processes, without advantages
-        table = pd.read_parquet(tmp_path / "run" / "completions" / f"completions_{step:05d}.parquet")
-        assert table["advantage"].tolist() == [0.0] * 8
 
 
 def test_an_optimizer_is_loaded_to_the_cpu_of_a_process(tmp_path):
