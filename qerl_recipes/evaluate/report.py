@@ -71,6 +71,7 @@ SHOWN = (
     ("tool_calls", "calls of tools an episode", "{:.2f}"),
     ("tool_failures", "calls that failed", "{:.1%}"),
     ("episodes_cut", "episodes whose tokens ran out with a call open", "{:.1%}"),
+    ("environments_lost", "environments lost, of all episodes", "{:.1%}"),
     ("tool_seconds", "tools, seconds a rollout", "{:.2f}"),
     ("rollout_tokens_per_s", "rollout, tokens/s", "{:,.0f}"),
     ("train_tokens_per_s", "training, tokens/s", "{:,.0f}"),

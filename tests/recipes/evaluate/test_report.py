@@ -148,6 +148,7 @@ def test_first_and_last_steps_are_steps_not_values(tmp_path: Path) -> None:
 def test_a_run_with_tools_shows_what_its_episodes_did(tmp_path: Path) -> None:
     """Check two steps on a rollout, of which the first has the figures of its episodes."""
     episodes = {"turns": 2.5, "tool_calls": 1.25, "tool_failures": 0.125, "episodes_cut": 0.05, "tool_seconds": 0.4}
+    episodes["environments_lost"] = 0.025
     steps = [{**step, **(episodes if step["step"] % 2 else {})} for step in STEPS]
     recipe = {"tools": ["calculator"], "environments": {"a": "my.Game"}, "max_tool_calling_iterations": 6}
     (tmp_path / "qerl_state.json").write_text(json.dumps({**STATE, "recipe": recipe}))
@@ -157,6 +158,7 @@ def test_a_run_with_tools_shows_what_its_episodes_did(tmp_path: Path) -> None:
         "calls of tools an episode 1.25 1.25",
         "calls that failed 12.5% 12.5%",
         "episodes whose tokens ran out with a call open 5.0% 5.0%",
+        "environments lost, of all episodes 2.5% 2.5%",
         "tools, seconds a rollout 0.40 0.40",
         "tools calculator environments a my.Game turns with calls, at most 6",
     ):
