@@ -221,6 +221,8 @@ def test_the_tools_of_a_run_are_called(play: Any, run_of: Any) -> None:
 def test_the_limits_of_the_run_are_kept(play: Any, run_of: Any) -> None:
     (first, *_) = play(run_of(max_tool_calling_iterations=3))
     assert [len(turns) for turns in first.turns] == [4]
+    (first, *_) = play(run_of(), generation_kwargs={**CALL_5, "stop": ["5"]})
+    assert first.turns[0][0] == 2, "a stop string ends a turn"
     (first, *_) = play(run_of(max_completion_length=5))
     assert first.cut == [True] and first.turns == [[4]]
     with pytest.warns(UserWarning, match=r"tool guess failed \(ToolTimeout: took longer than 0\.1 s"):
