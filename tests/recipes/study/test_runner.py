@@ -82,7 +82,7 @@ def calls(monkeypatch):
         ({"tasks": "no_such_task"}, "evaluations.greedy: there is no task 'no_such_task'"),
         ({"tasks": "running_sum", "num_samples": 8}, "evaluations.greedy: num_samples is 8, but temperature 0"),
         ({"tasks": "running_sum", "max_new_token": 8}, "evaluations.greedy: max_new_token: Extra inputs"),
-        ({"tasks": "running_sum", "kv_cache_memory_bytes": "4e9"}, "evaluations.greedy: kv_cache_memory_bytes: "),
+        ({"tasks": "running_sum", "kv_cache_memory_bytes": "4e9"}, "evaluations.greedy: kv_cache_memory_bytes is"),
         *(
             ({"tasks": "running_sum", option: "x"}, f"evaluations.greedy: {option} is set by the study itself")
             for option in ("base", "adapter", "quantization", "output_dir", "adapter_only", "quiet")
