@@ -1,4 +1,5 @@
 import fcntl
+import gc
 import json
 import os
 import re
@@ -391,6 +392,13 @@ def test_the_first_step_says_where_the_start_went(run, write_recipe, capfd):
     assert names == ["imports", "checks and data", *engine, "trainer's model", "first step", "rollout"]
     total, *seconds = map(float, re.findall(r"\d+\.\d", re.sub(r"\([^)]*\)", "", line)))
     assert total == pytest.approx(sum(seconds), abs=0.4) and all(number >= 0 for number in seconds)
+
+
+def test_a_run_collects_garbage_again_whatever_its_engine(run, write_recipe, monkeypatch):
+    """Check a start that ends without collecting, as one with an engine on a server does."""
+    monkeypatch.setattr(train.StartTimes, "watch", lambda *_: gc.disable())
+    run("--config", write_recipe(), "--max_steps", "1")
+    assert gc.isenabled()
 
 
 def test_the_signal_handler_is_put_back(run, write_recipe):
