@@ -318,6 +318,8 @@ class Player:
 
 def read_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
     """Let ``tokenizer`` raise ValueError for calls that are nested too deeply; TRL then takes them for plain text."""
+    if "parse_response" in vars(tokenizer):
+        return  # it does so already
     parse = tokenizer.parse_response
 
     def parsed(*given: Any, **named: Any) -> Any:

@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import openai
 import torch
@@ -35,6 +35,7 @@ from qerl_recipes.rollout.server_link import (
 from qerl_vllm_plugin.client import VERSION_HEADER
 from qerl_vllm_plugin.wire.address import Login, authorization
 
+T = TypeVar("T")
 MOST_RESTARTS = 3  # while it computes one batch; more are taken for a fault of the server
 CUT = ("length", "stop")  # finish reasons of a complete completion; vLLM has others for one that was aborted
 WATCH = 5.0  # seconds between two checks of a server that is generating
@@ -89,6 +90,44 @@ class ServerRollouts(SeededRollouts):
 
     def close(self) -> None:
         """Do nothing: the server keeps running, with the policy that was pushed last."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Return the recipe's sampling parameters, without a limit of tokens and without log-probabilities."""
+        given = sampling_parameters(self._training).items()
+        return {key: value for key, value in given if key not in ("max_tokens", "logprobs")}
+
+    def seeds(self, count: int, num_generations: int) -> Callable[[int, int], int]:
+        """Return ``seed(place, turn)`` for the next batch, in which this process has ``count`` completions."""
+        self._seeds.draw(self._accelerator.process_index * count, count, num_generations)
+        return self._seeds.of
+
+    def client(self, http: Any) -> openai.AsyncOpenAI:
+        """Return a client of the server that sends by ``http``."""
+        return openai.AsyncOpenAI(**self._client.options, http_client=http)
+
+    def unchanged(self, sample: Callable[[int], tuple[T, int]]) -> T:
+        """Return what ``sample(version)`` has sampled, beside the number of tokens, from the policy pushed last.
+
+        After a restart of the server it is called again. Raises what it raises, AnotherPolicyError if the policy has
+        changed meanwhile, and ServerLostError.
+        """
+        for _ in range(MOST_RESTARTS + 1):
+            assert self._pushed is not None  # begin has set it
+            failure: Exception | None = None
+            with self._timed(None):
+                try:
+                    sampled, tokens = sample(self._pushed.version)
+                except Exception as error:
+                    failure = error
+            settled = self._link.settle(self._pushed, self._snapshot())
+            if settled.instance == self._pushed.instance:
+                if failure is not None:
+                    raise failure
+                self.tokens += tokens
+                return sampled
+            self._pushed = settled
+        raise self._link.lost(f"was restarted {MOST_RESTARTS + 1} times while it computed one rollout")
 
     def _push(self, noise: Noise) -> Pushed:
         """Push from the first process; all processes return the same result or raise the same error."""
@@ -158,7 +197,7 @@ class CompletionsClient:
         timeout: float,
         login: Login | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "base_url": f"{url}/v1",
             "api_key": api_key or "none",
             "max_retries": 0,  # the caller retries: it knows whether the server is still the same
@@ -183,7 +222,7 @@ class CompletionsClient:
         if the server refuses a request, and whatever ``watch`` raises.
         """
         failures: list[Exception] = []
-        async with openai.AsyncOpenAI(**self._options) as client:
+        async with openai.AsyncOpenAI(**self.options) as client:
 
             async def one(place: int, request: Request) -> None:
                 try:

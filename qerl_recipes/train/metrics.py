@@ -70,6 +70,7 @@ NAMES = {
     "tool_seconds": "tool_seconds",
     TURNS: "turns",
     CUT: "episodes_cut",
+    "forked": "forked",
     LOST: "environments_lost",
     "dynamic_sampling/accepted_groups": "accepted_groups",
     "dynamic_sampling/dropped_groups": "dropped_groups",
