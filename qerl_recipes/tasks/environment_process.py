@@ -86,7 +86,7 @@ class _Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._ask({"name": name}, PATIENCE)
+        return self._unless_lost({"name": name}, PATIENCE)
 
     def _called(self, name: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
         request = {"name": name, "arguments": arguments}
@@ -96,10 +96,14 @@ class _Remote:
                 return self._ask(request, seconds)
             self._lost = ""  # the episode has not begun: the next process can begin it
         elif name == "get_reward":
-            with contextlib.suppress(EnvironmentLost):
-                return self._ask(request, seconds)
-            return None
+            return self._unless_lost(request, seconds)
         return self._ask(request, seconds)
+
+    def _unless_lost(self, request: Mapping[str, Any], seconds: float | None) -> Any:
+        """Return what a reward reads; None of an environment that is lost, so that its episode has no reward."""
+        with contextlib.suppress(EnvironmentLost):
+            return self._ask(request, seconds)
+        return None
 
     def _ask(self, request: Mapping[str, Any], seconds: float | None) -> Any:
         if self._lost:

@@ -89,6 +89,7 @@ def test_an_environment_that_dies_ends_its_episode_alone(counters, caplog, proce
     with pytest.raises(EnvironmentLost, match=died):
         one.add(number=1)
     assert one.get_reward() is None and other.add(number=1) == "1"
+    assert (one.start, other.start) == (None, 0), "a reward function that reads it gives no reward"
     assert one.reset() == "0=" and one.add(number=2) == "2" and one.get_reward() == 2.0
     with pytest.raises(EnvironmentLost):
         other.add(number=14)
