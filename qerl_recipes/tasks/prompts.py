@@ -62,13 +62,11 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
             raise ConfigError(
                 f"dataset_size is {script.dataset_size}, but {source} has {len(train)} problems; lower it"
             )
-        train, numbers = (
-            data.shuffle(seed=script.dataset_seed).select(range(script.dataset_size))
-            for data in (train, Dataset.from_dict({"row": range(1, len(train) + 1)}))
-        )
-        rows = numbers["row"][:]
+        order = Dataset.from_dict({"row": range(len(train))}).shuffle(seed=script.dataset_seed)
+        rows = order["row"][: script.dataset_size]
+        train = train.select(rows)
     else:
-        rows = range(1, len(train) + 1)
+        rows = range(len(train))
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")
     parts = [_part(source, split) for split in (script.dataset_train_split, script.dataset_test_split)]
@@ -106,14 +104,14 @@ def _keys(
 ) -> list[str]:
     """Return a text for each prompt; two texts are equal where the prompts are. Prompts without any text have none.
 
-    ``part`` names the data, ``rows`` their row numbers in it. Raises ConfigError, with the row, for a prompt that is
+    ``part`` names the data, ``rows`` are their places in it. Raises ConfigError, with the row, for a prompt that is
     neither text nor messages, or that is empty where it must not be. The same holds for a system message beside the
     recipe's ``system_prompt``.
     """
     prompts = data["prompt"][:]
-    for number, prompt in zip(rows or range(1, len(prompts) + 1), prompts, strict=True):
+    for row, prompt in zip(rows or range(len(prompts)), prompts, strict=True):
         if (flaw := _flaw(prompt, script.system_prompt, may_be_empty)) is not None:
-            raise ConfigError(f"{part}: the prompt of row {number} {flaw}")
+            raise ConfigError(f"{part}: the prompt of row {row + 1} {flaw}")
     return [
         prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
         for prompt in prompts
