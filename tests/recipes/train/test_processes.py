@@ -111,3 +111,39 @@ def test_two_processes_push_to_a_server_once(
     assert read_metrics(tmp_path / "server") == read_metrics(tmp_path / "inside")
     counted = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE).text
     assert 'qerl:swaps_total{kind="swap"} 2.0' in counted.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_two_processes_a_rollout_ahead_meet_the_same_prompts(
+    write_recipe, run_process, read_metrics, serve_policy, make_nvfp4, hold_port, tmp_path
+):
+    """Check with a fixed adapter, so that nothing but its age may differ, and that a resumed run ends alike."""
+    port = hold_port()
+    serve_policy(make_nvfp4("qwen2"), port, "--max-num-seqs", "1")
+    recipe = write_recipe(
+        reward_funcs=["digit_rewards.digits"],
+        learning_rate=0.0,
+        max_steps=3,
+        num_generations=2,
+        per_device_train_batch_size=2,
+        max_completion_length=8,
+        save_strategy="steps",
+        save_steps=1,
+        vllm_mode="server",
+        vllm_server_base_url=f"http://127.0.0.1:{port}",
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
+
+    def lines(name, *flags):
+        run_process(launch(recipe, "--output_dir", str(tmp_path / name), *flags), tmp_path / f"{name}.log", **path)
+        return read_metrics(tmp_path / name)
+
+    names = ("reward", "loss", "grad_norm", "completion_length", "sampled_entropy", "rewards/digits/mean")
+    plain, ahead = lines("plain"), lines("ahead", "--overlap", "1")
+    assert [[line[name] for name in names] for line in ahead] == [[line[name] for name in names] for line in plain]
+    assert [line["adapter_age"] for line in ahead] == [0, 1, 1]
+    shutil.rmtree(tmp_path / "ahead" / "checkpoint-3")
+    assert (tmp_path / "ahead" / "checkpoint-2" / "rollout_1.pt").is_file()
+    shutil.rmtree(tmp_path / "ahead" / "adapter")
+    assert lines("ahead", "--overlap", "1", "--resume_from_checkpoint", "true") == ahead
