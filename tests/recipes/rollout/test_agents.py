@@ -72,7 +72,8 @@ async def talks(client, prompt):
     return len(history)
 
 
-def test_an_agents_calls_are_trained_on_as_they_were_sampled(train, monkeypatch):
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_agents_calls_are_trained_on_as_they_were_sampled(overlap, train, monkeypatch):
     seen, outcomes = [], []
     inner = loss.MicroBatch.of
     monkeypatch.setattr(loss.MicroBatch, "of", lambda batch, **kw: seen.append(batch) or inner(batch, **kw))
@@ -81,7 +82,7 @@ def test_an_agents_calls_are_trained_on_as_they_were_sampled(train, monkeypatch)
         outcomes.append(outcome)
         return digits(completions)
 
-    trainer, lines = train(talks, reward)
+    trainer, lines = train(talks, reward, overlap=overlap)
     assert [line["noisy_norms"] for line in lines] == [0, 4]
     assert all(0 < line["logp_diff_mean"] < 0.05 for line in lines), (
         "ids, masks and log-probabilities are of one policy"
