@@ -231,10 +231,9 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: flo
         has_room = True
         try:
             end, pause = time.monotonic() + longest, 0.002
+            # a child that has ended keeps its process id until os.wait4
             look = functools.partial(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            while (
-                (in_time := time.monotonic() < end) and has_room and look() is None
-            ):  # a child that has ended keeps its id
+            while (in_time := time.monotonic() < end) and has_room and look() is None:
                 time.sleep(pause)
                 pause = min(1.25 * pause, LONGEST_PAUSE)  # most programs end after some 40 ms
                 has_room = settings["namespaces"] or _size(settings["folder"]) <= DISK
