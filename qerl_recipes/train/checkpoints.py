@@ -1,4 +1,4 @@
-"""Write what a training run leaves in its folder (adapter, checkpoints, state), and resume from it.
+"""Write what a training run leaves in its folder (adapter, checkpoints, state), and load it again.
 
 Checkpoints are whole or absent, taken between rollouts, and resumed exactly.
 """
@@ -8,10 +8,10 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -29,44 +29,12 @@ from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.hooks import LendsWeights, RolloutEngine
 from qerl_recipes.model import norms
 from qerl_recipes.model.lora import ADAPTER
-from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import divergence
 from qerl_recipes.train.dynamic_sampling import PromptStream
 from qerl_recipes.train.loss import LossSettings
 from qerl_recipes.train.metrics import MetricsFile
-
-
-class ResumePoint(NamedTuple):
-    """Hold the checkpoint that a run goes on from, and its state.
-
-    ``is_finished`` is True if the checkpoint has reached the run's last step.
-    """
-
-    folder: Path
-    state: run_state.State
-    is_finished: bool
-
-
-def resume_point(args: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint | None:
-    """Return where the run that ``args`` describe goes on; None for a new run. Hold the lock on its output folder.
-
-    ``recipe`` is what ``run_state.recorded`` returned. Raises CheckpointMismatch for a folder that is not whole, is of
-    another recipe, or ended in the middle of a rollout. It is also raised where a new run would mix its files with
-    those of an earlier one.
-    """
-    folder = run_state.starting_point(args.output_dir, args.resume_from_checkpoint)
-    if folder is None:
-        return None
-    state, served = run_state.read_state(folder), steps_per_rollout(args)
-    run_state.check_recipe(state, recipe, folder)
-    point = ResumePoint(folder, state, _has_reached_the_end(folder, args))
-    if state.step % served and not point.is_finished:
-        raise run_state.CheckpointMismatch(
-            f"{folder} is of a run that ended in the middle of a rollout, each of which serves {served} steps, and "
-            f"cannot be made longer from there; resume from an earlier checkpoint. {run_state.ANOTHER_RUN}"
-        )
-    return point
+from qerl_recipes.train.resuming import ResumePoint
 
 
 class SavingTrainer(GRPOTrainer):
@@ -87,7 +55,7 @@ class SavingTrainer(GRPOTrainer):
     _seconds_before, _versions_before = 0.0, 0  # of the run before it was resumed
 
     def train(self, resume: ResumePoint | None = None, **kwargs: Any) -> Any:
-        """Train, or go on from the checkpoint that ``resume_point`` has returned.
+        """Train, or go on from the checkpoint that ``resuming.resume_point`` has returned.
 
         What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. A checkpoint of
         the last step is loaded and nothing is trained; transformers would train one step more.
@@ -239,14 +207,6 @@ class SavingTrainer(GRPOTrainer):
             yield
         finally:
             self._destination = None
-
-
-def _has_reached_the_end(folder: Path, args: GRPOConfig) -> bool:
-    """Return True if the checkpoint ``folder`` is of the last step of the run that ``args`` describe."""
-    state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-    if args.max_steps > 0:
-        return state.global_step >= args.max_steps
-    return state.epoch is not None and state.epoch > args.num_train_epochs - 1e-6
 
 
 def load_adapter(model: PeftModel, folder: str | Path) -> None:

@@ -40,9 +40,9 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.tasks import environments, prompts, rewards
 from qerl_recipes.tasks.environments import Interaction
-from qerl_recipes.train import checkpoints
-from qerl_recipes.train.checkpoints import ResumePoint
+from qerl_recipes.train import resuming
 from qerl_recipes.train.dynamic_sampling import TOTAL
+from qerl_recipes.train.resuming import ResumePoint
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
 IMAGES = {"image", "images"}  # columns from which TRL takes pictures
@@ -138,7 +138,7 @@ def resume_point(checked: Checked) -> ResumePoint | None:
     Hold the lock on the output folder.
     """
     recipe = recorded(checked.script, checked.training, checked.model)
-    return checkpoints.resume_point(checked.training, recipe)
+    return resuming.resume_point(checked.training, recipe)
 
 
 def has_ended(checked: Checked, resume: ResumePoint) -> bool:

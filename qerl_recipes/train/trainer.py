@@ -43,9 +43,10 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import check_turns
 from qerl_recipes.tasks import rewards
 from qerl_recipes.train import divergence, dynamic_sampling, loss, metrics
-from qerl_recipes.train.checkpoints import ResumePoint, SavingTrainer
+from qerl_recipes.train.checkpoints import SavingTrainer
 from qerl_recipes.train.overlap import Begun, Overlap
 from qerl_recipes.train.parts import PartsTrainer
+from qerl_recipes.train.resuming import ResumePoint
 from qerl_recipes.train.turns import TurnsTrainer
 
 
