@@ -173,6 +173,8 @@ def test_a_hostile_program_ends_with_a_verdict(name, way, outcomes):
     if name in ALLOWED.get(kind, ()):
         assert outcome.status == 0
         return
+    if OUT_OF_TIME in VERDICTS[name] and "took the processors" in outcome.errors:
+        return  # the outer limit has ended it on a machine that others load
     assert outcome.status in VERDICTS[name], outcome
     if name == "other process":
         assert outcome.output == ""
