@@ -55,10 +55,7 @@ class VLLMRollouts(SeededRollouts):
         # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self._sampling = self._sampling_options()
-        like_a_rollout = SamplingParams(
-            **{**self._sampling, **Request([], seed=0, max_tokens=16).limits(self._sampling)}
-        )
-        with engine.start_in_this_process(like_a_rollout) as self.start_seconds:
+        with engine.start_in_this_process(self._parameters(Request([], seed=0, max_tokens=16))) as self.start_seconds:
             self.llm = LLM(**self._options(base, rank, dtype))
         self.longest = self.llm.llm_engine.model_config.max_model_len
         self.policy = Policy(self.llm)

@@ -189,7 +189,7 @@ class Process:
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """Return the server's answer; raise EnvironmentLost if there is none within ``seconds`` (None: no limit)."""
-        assert self.description
+        _ = self.description  # the server's first line
         return self._answer(request, seconds)
 
     def _answer(self, request: Mapping[str, Any] | None, seconds: float | None) -> dict[str, Any]:
