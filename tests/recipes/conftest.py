@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from digit_rewards import digits
+from waiting import until
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 3,
@@ -274,6 +275,39 @@ def kv_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 TOKEN = "an-admin-token-of-32-characters!"
+
+
+@pytest.fixture
+def scripted() -> Iterator[None]:
+    """Register the scripted rollout engine in this process, so that a recipe can name it."""
+    import scripted_rollouts
+
+    from qerl_recipes.hooks import get_plugin_manager
+
+    manager = get_plugin_manager()
+    manager.register(scripted_rollouts)
+    yield
+    manager.unregister(scripted_rollouts)
+
+
+@pytest.fixture(scope="module")
+def policy_server(serve_policy: Callable[..., Any], hold_port: Callable[[], int]) -> Callable[[Path], tuple[str, Any]]:
+    """Return policy_server(model), which starts a server; it returns address and client once the server answers."""
+    from qerl_vllm_plugin.client import PolicyClient
+
+    def start(model: Path) -> tuple[str, Any]:
+        port = hold_port()
+        process, url = serve_policy(model, port), f"http://127.0.0.1:{port}"
+        client = PolicyClient(url, TOKEN)
+
+        def answers() -> Any:
+            with contextlib.suppress(Exception):
+                return client.state()
+
+        assert until(answers, 300), process.log.read_text()[-4000:]
+        return url, client
+
+    return start
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,12 @@
 """Test agents that own their loop against a server in another process."""
 
-import os
-
 import calling
 import pytest
 from digit_rewards import digits
-from waiting import until
 
 from qerl_recipes.rollout.agents import rollout_of
 from qerl_recipes.rollout.server_link import AnotherPolicyError
 from qerl_recipes.train import loss
-from qerl_vllm_plugin.client import PolicyClient
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 RUN = {
@@ -26,21 +22,10 @@ RUN = {
 
 
 @pytest.fixture(scope="module")
-def running(serve_policy, make_nvfp4, hold_port, tmp_path_factory):
+def running(policy_server, make_nvfp4, tmp_path_factory):
     """Start a server of a model with a chat template; return model, address and client."""
     model = calling.recipe_keys(make_nvfp4("qwen2"), tmp_path_factory.mktemp("agents"))["model_name_or_path"]
-    port = hold_port()
-    process, url = serve_policy(model, port), f"http://127.0.0.1:{port}"
-    client = PolicyClient(url, os.environ["QERL_ADMIN_TOKEN"])
-
-    def answers():
-        try:
-            return client.state()
-        except Exception:
-            return None
-
-    assert until(answers, 300), process.log.read_text()[-4000:]
-    return model, url, client
+    return model, *policy_server(model)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Test TRL's AsyncGRPO on a server with a resident adapter."""
 
 import asyncio
-import os
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
@@ -11,11 +10,10 @@ import torch
 from digit_rewards import digits
 from peft import LoraConfig
 from trl.experimental.async_grpo import AsyncGRPOConfig, packing
-from waiting import until
 
 from qerl_recipes.rollout.server_link import AnotherPolicyError
 from qerl_recipes.train import async_grpo
-from qerl_vllm_plugin.client import VERSION_HEADER, PolicyClient
+from qerl_vllm_plugin.client import VERSION_HEADER
 
 STEPS = 4
 
@@ -47,20 +45,10 @@ def test_segments_attend_as_whole_sequences_do():
 
 
 @pytest.fixture(scope="module")
-def served(serve_policy, make_nvfp4, hold_port):
+def served(policy_server, make_nvfp4):
     """Start a server, and return its base and its address."""
-    base, port = make_nvfp4("qwen2"), hold_port()
-    process, url = serve_policy(base, port), f"http://127.0.0.1:{port}"
-    client = PolicyClient(url, os.environ["QERL_ADMIN_TOKEN"])
-
-    def answers():
-        try:
-            return client.state()
-        except Exception:
-            return None
-
-    assert until(answers, 300), process.log.read_text()[-4000:]
-    return base, url, client
+    base = make_nvfp4("qwen2")
+    return base, *policy_server(base)
 
 
 @pytest.mark.slow

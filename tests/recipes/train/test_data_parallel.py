@@ -19,7 +19,6 @@ import yaml
 from safetensors.torch import load_file
 
 from qerl_recipes.files.run_state import CheckpointMismatch
-from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.machine import processes
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import run as train
@@ -40,15 +39,6 @@ EXACTLY |= {
     "adapter_version",
     "frac_zero_advantage",
 }
-
-
-@pytest.fixture
-def scripted():
-    """Register the scripted rollout engine in this process, so that a recipe can name it."""
-    manager = get_plugin_manager()
-    manager.register(scripted_rollouts)
-    yield
-    manager.unregister(scripted_rollouts)
 
 
 def adapter(folder):

@@ -14,21 +14,11 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from waiting import PATIENCE, until
 
-from qerl_recipes.hooks import get_plugin_manager
-
+pytestmark = pytest.mark.usefixtures("scripted")
 RUN = {"rollout_engine": scripted_rollouts.NAME, "dtype": torch.float32, "max_steps": 4, "overlap": 1}
 NOISE = {"noise_mode": "both", "sigma_start": 0.1, "sigma_end": 0.1, "num_stages": 1}
 ONLY_WITH = ("adapter_age", "logp_staleness_mean")  # the lines of other runs lack these
 MAIN = threading.main_thread()
-
-
-@pytest.fixture(autouse=True)
-def scripted():
-    """Register the scripted rollout engine in this process."""
-    manager = get_plugin_manager()
-    manager.register(scripted_rollouts)
-    yield
-    manager.unregister(scripted_rollouts)
 
 
 @pytest.fixture

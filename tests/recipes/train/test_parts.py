@@ -7,21 +7,11 @@ import scripted_rollouts
 import torch
 from digit_rewards import digits_of_some
 
-from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.train import loss
 
 COMPLETIONS = 16  # of a rollout: four groups
 SHORT = {"dtype": torch.float32, "rollout_engine": scripted_rollouts.NAME, "max_steps": 2, "learning_rate": 1e-3}
 WHOLE = {"per_device_train_batch_size": COMPLETIONS, "gradient_accumulation_steps": 1}
-
-
-@pytest.fixture
-def scripted():
-    """Let completions be scripted, with log-probabilities that are far from the trainer's."""
-    manager = get_plugin_manager()
-    manager.register(scripted_rollouts)
-    yield
-    manager.unregister(scripted_rollouts)
 
 
 @pytest.fixture

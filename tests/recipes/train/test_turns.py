@@ -20,7 +20,6 @@ from datasets import Dataset
 from digit_rewards import digits
 from trl import GRPOTrainer
 
-from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.rollout import episodes
 from qerl_recipes.rollout.interface import TakesTurns
@@ -29,17 +28,9 @@ from qerl_recipes.tasks.rewards import FACTORIES
 from qerl_recipes.train import loss
 from qerl_recipes.train.turns import TurnsTrainer
 
+pytestmark = pytest.mark.usefixtures("scripted")
 SCRIPTED = {"rollout_engine": scripted_rollouts.NAME, "dtype": torch.float32, "max_steps": 1}
 TOOLS = {"tools": [calling.double, calling.wait]}
-
-
-@pytest.fixture(autouse=True)
-def scripted():
-    """Register the scripted rollout engine in this process."""
-    manager = get_plugin_manager()
-    manager.register(scripted_rollouts)
-    yield
-    manager.unregister(scripted_rollouts)
 
 
 def drawn(tokens):
