@@ -215,10 +215,12 @@ def soaks(files: dict[str, dict[str, Any]]) -> str:
         if not name.startswith("soak"):
             continue
         judged, controls, rates = result["judged"], result["controls"], result["tokens_per_s"]
+        gpus = result.get("tensor_parallel_size", 1)
+        on_gpus = f" on {gpus} GPUs" if gpus > 1 else ""
         kinds = {kind: found for kind, found in result["change_seconds"].items() if kind != "all"}
         rows.append(
             [
-                f"{result['model']}, {result['streams']} streams, {result['dtype']}",
+                f"{result['model']}{on_gpus}, {result['streams']} streams, {result['dtype']}",
                 f"{result['answers']:,} answers, {result['changes']} changes; lost {len(result['lost'])}, "
                 f"wrong {len(result['wrong'])}",
                 f"{judged['one policy']:,} under one policy, {judged['several policies']:,} under several, "

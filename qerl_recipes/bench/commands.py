@@ -166,6 +166,7 @@ def soak(
         float, typer.Option(help="minutes of load, a fifth of them without swaps; judging comes after")
     ] = 10,
     api_server_count: Annotated[int, typer.Option(help="processes that take requests")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs of the server")] = 1,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, adapters and noise")] = 0,
     output: Output = None,
 ) -> None:
@@ -178,6 +179,7 @@ def soak(
         streams=streams,
         minutes=minutes,
         api_servers=api_server_count,
+        tensor_parallel_size=tensor_parallel_size,
         seed=seed,
         output=output,
     )

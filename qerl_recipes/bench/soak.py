@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.arms import check_shape, ended_cleanly, serving
+from qerl_recipes.bench.arms import check_gpus, check_shape, ended_cleanly, serving
 from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.bench.soak_load import Observed, load
 from qerl_recipes.bench.soak_replay import LENGTH, RANK, Verdict, config_of, dtype, judge, make_adapter, references
@@ -42,28 +42,31 @@ def run(
     streams: int = 64,
     minutes: float = 10,
     api_servers: int = 1,
+    tensor_parallel_size: int = 1,
     seed: int = 0,
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Start the server, load it, judge its answers, print the figures, write them to ``output`` as JSON.
 
     ``result["failed"]`` says what was not as it must be. Raises ValueError for an unknown shape, and for a large one
-    without a GPU, RuntimeError for a server that does not start.
+    without a GPU or more GPUs than there are, RuntimeError for a server that does not start.
     """
     if model is None:
         check_shape(shape)
+    check_gpus(tensor_parallel_size)
     if streams < 1 or minutes <= 0 or api_servers < 1:
         values = f"streams is {streams}, minutes {minutes:g} and api-server-count {api_servers}"
         raise ValueError(f"{values}; all must be above 0")
     with ended_cleanly(), tempfile.TemporaryDirectory() as scratch:
         folder = model or write_model(shape, seed, Path(scratch, "model"))
-        options = server_options(streams, api_servers)
+        options = server_options(streams, api_servers, tensor_parallel_size)
         with serving(folder, options, RANK, Path(scratch, "log")) as (server, token):
             observed, speed, memory = measure(server, token, folder, streams, 60 * minutes, seed)
         result = {
             "model": model or f"random weights, shape {shape}",
             "streams": streams,
             "api_servers": api_servers,
+            "tensor_parallel_size": tensor_parallel_size,
             "seed": seed,
             "rank": RANK,
             "dtype": dtype(),
@@ -105,10 +108,11 @@ def write_model(shape: str, seed: int, folder: Path) -> str:
     return str(folder)
 
 
-def server_options(streams: int, api_servers: int = 1) -> list[str]:
+def server_options(streams: int, api_servers: int = 1, tensor_parallel_size: int = 1) -> list[str]:
     """Return the server's options for that many requests at a time."""
     options = ["--served-model-name", NAME, "--dtype", dtype(), "--max-model-len", str(LENGTH)]
     options += ["--max-num-seqs", str(streams), "--api-server-count", str(api_servers)]
+    options += ["--tensor-parallel-size", str(tensor_parallel_size)]
     return [*options, "--disable-uvicorn-access-log"]
 
 

@@ -22,7 +22,8 @@ from qerl_vllm_plugin.client import VERSION_HEADER, PolicyClient
 
 # every third swap waits for running requests, every tenth aborts them: many answers then have one version
 MODES = ("keep", "wait", "keep", "keep", "wait", "keep", "keep", "wait", "keep", "abort")
-TRANSPORTS = ("shared", "shared", "http")  # in turn: through shared memory, as ``auto`` does here, and in a body
+# in turn: from GPU to GPU where there is one, through shared memory, and in a body
+TRANSPORTS = ("ipc" if torch.cuda.is_available() else "shared", "shared", "http")
 NOISE_EVERY = 5  # swaps
 ROUND = len(MODES) * len(TRANSPORTS)  # swaps, among which is each kind
 SIGMA = 0.05
@@ -306,6 +307,8 @@ def push(
         policy = policies[transport]
         served = observed.changes[-1]
         tensors, config = adapter_of(number)
+        if transport == "ipc":
+            tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
         start = time.monotonic()
         if mode == "abort":
             observed.aborts.append((start, math.inf))

@@ -60,6 +60,7 @@ REFUSALS = (
     ("soak --minutes 0", "all must be above 0"),
     ("soak --minutes=-1", "all must be above 0"),
     ("soak --api-server-count 0", "all must be above 0"),
+    ("soak --tensor-parallel-size 2", "tensor_parallel_size is 2, and this machine has"),
     ("kernels --tune --shapes '7B o'", "leave out --shapes"),
     ("kernels --random 3 --tokens 16", "leave out --shapes and --tokens"),
     ("kernels --tune --random 3", "choose one"),

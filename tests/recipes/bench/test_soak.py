@@ -391,6 +391,17 @@ def test_changes_are_recorded_as_the_server_was_told(clients):
     assert observed.seconds["swap, shared, requests=abort"] == [0.25]
 
 
+def test_an_adapter_that_goes_from_gpu_to_gpu_lies_on_one_before_the_clock_starts(clients, monkeypatch):
+    observed, (policies, calls) = Observed(changes=CHANGES[:1]), clients
+    monkeypatch.setattr(soak_load, "TRANSPORTS", ("ipc", "http"))
+    policies["ipc"] = policies["shared"]
+    tensor = SimpleNamespace(cuda=lambda: "on a GPU")
+    soak_load.push(policies, lambda number: ({"a": tensor}, {}), 0, 3.5, observed, lambda: None)
+    assert [call[3]["a"] for call in calls] == [tensor, "on a GPU", tensor, "on a GPU"]
+    expected = {"swap, http, requests=keep", "swap, ipc, requests=wait", "swap, ipc, requests=keep"}
+    assert set(observed.seconds) == expected
+
+
 def test_memory_is_looked_at_once_every_kind_of_swap_has_come(clients):
     observed, (policies, calls), looks = Observed(changes=CHANGES[:1]), clients, []
     look = lambda: looks.append((observed.changes[-1].adapter, {call[1:3] for call in calls if call[0] == "swap"}))  # noqa: E731
@@ -561,12 +572,23 @@ def test_a_soak_writes_what_is_known_before_it_judges(model, monkeypatch, tmp_pa
     for name, stand_in in (("serving", serving), ("measure", measure), ("references", references)):
         monkeypatch.setattr(soak, name, stand_in)
     monkeypatch.setattr(soak, "write_model", lambda shape, seed, folder: f"{shape} {seed}")
+    monkeypatch.setattr(soak, "check_gpus", lambda count: None)
     monkeypatch.setattr(soak, "save", lambda result, output: written.append((dict(result), output)))
-    result = soak.run(model=model, shape="tiny", streams=3, minutes=0.5, api_servers=2, seed=4, output=tmp_path / "x")
+    result = soak.run(
+        model=model,
+        shape="tiny",
+        streams=3,
+        minutes=0.5,
+        api_servers=2,
+        tensor_parallel_size=2,
+        seed=4,
+        output=tmp_path / "x",
+    )
     folder = model or "tiny 4"
-    assert calls["serving"] == (folder, soak.server_options(3, 2), 8) and calls["references"] == (folder, 4)
+    assert calls["serving"] == (folder, soak.server_options(3, 2, 2), 8) and calls["references"] == (folder, 4)
     assert calls["measure"] == ("server", "token", folder, 3, 30.0, 4)
     assert result["model"] == (model or "random weights, shape tiny")
+    assert calls["serving"][1][-3:-1] == ["--tensor-parallel-size", "2"] and result["tensor_parallel_size"] == 2
     assert (result["streams"], result["api_servers"], result["seed"]) == (3, 2, 4) and "commit" in result
     assert (result["rank"], result["dtype"], result["judged"]["one policy"]) == (8, "float32", 2)
     assert result["worst_difference"] == 0 and not result["wrong"]
