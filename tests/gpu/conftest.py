@@ -48,7 +48,8 @@ def hopper() -> None:
 def start_engine() -> Callable[..., Any]:
     """Return start_engine(folder, **options), which starts a vllm.LLM under qerl_nvfp4.
 
-    It is small unless the options say otherwise.
+    It is small unless the options say otherwise. One with ``kv_cache_memory_bytes`` may share its GPU with other tests:
+    vLLM then measures no memory, in which it would count what others take and free meanwhile.
     """
     from vllm import LLM
 

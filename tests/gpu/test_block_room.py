@@ -29,6 +29,7 @@ def test_completions_are_those_of_vllm_to_the_bit(
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         num_gpu_blocks_override=blocks,
+        kv_cache_memory_bytes=1 << 30,
     )
     scheduler = scheduler_here(llm)
     assert type(scheduler) is QerlAsyncScheduler

@@ -35,7 +35,7 @@ SETTINGS = {
     "gradient_accumulation_steps": 2,
     "reward_funcs": "digit_rewards.digits",
     "reward_weights": 1.0,
-    "vllm_gpu_memory_utilization": 0.2,
+    "vllm_kv_cache_memory_bytes": 1 << 30,
     "save_strategy": "steps",
     "save_steps": 2,
     "save_total_limit": 2,

@@ -23,7 +23,7 @@ ROOM = {
 
 @pytest.fixture(scope="module", params=ROOM)
 def engine(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path], request: pytest.FixtureRequest) -> Any:
-    return start_engine(checkpoints[1], **ROOM[request.param])
+    return start_engine(checkpoints[1], kv_cache_memory_bytes=1 << 30, **ROOM[request.param])
 
 
 @pytest.fixture(scope="module")

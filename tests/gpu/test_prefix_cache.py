@@ -26,7 +26,8 @@ def test_promise_05_a_change_empties_all_that_holds_something(
     from qerl_vllm_plugin.policy import Policy
 
     room = {"policy_adapter": {"rank": 16}}
-    llm = start_engine(checkpoints[1], scheduler_cls=scheduler_cls, additional_config={"qerl": room})
+    options = {"kv_cache_memory_bytes": 1 << 30, "additional_config": {"qerl": room}}
+    llm = start_engine(checkpoints[1], scheduler_cls=scheduler_cls, **options)
     policy, scheduler = Policy(llm), scheduler_here(llm)
     assert type(scheduler) is (QerlAsyncScheduler if scheduler_cls else AsyncScheduler)
     pool = scheduler.kv_cache_manager.block_pool

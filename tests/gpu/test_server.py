@@ -74,7 +74,7 @@ def server(
     line = [sys.executable, "-c", "from vllm.entrypoints.cli.main import main; main()", "serve", str(checkpoints[1])]
     line += ["--quantization", "qerl_nvfp4", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
     line += ["--max-model-len", "2048", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.2"]
-    line += ["--additional-config", json.dumps(OPTIONS)]
+    line += ["--kv-cache-memory-bytes", str(1 << 30), "--additional-config", json.dumps(OPTIONS)]
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -136,7 +136,7 @@ def test_a_running_server_takes_adapter_and_noise_and_names_its_versions(
     from qerl_vllm_plugin.policy import Policy
 
     url, ready = server
-    small = {"max_model_len": 2048, "additional_config": OPTIONS}
+    small = {"max_model_len": 2048, "kv_cache_memory_bytes": 1 << 30, "additional_config": OPTIONS}
     engine = start_engine(checkpoints[1], **small)
     inside = Policy(engine)
     client = {name: PolicyClient(url, TOKEN, transport=name) for name in ("http", "ipc")}
