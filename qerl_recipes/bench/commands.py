@@ -36,7 +36,9 @@ def rollout(
             "slots), stock_nvfp4_humming (no adapter), stock_nvfp4_humming_slots"
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
-    rank: Rank = 32,
+    rank: Annotated[
+        str, typer.Option(help="ranks of the LoRA adapter, comma-separated; each takes an engine of its own")
+    ] = "32",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -77,7 +79,8 @@ def rollout(
     from qerl_recipes.bench.rollout_arm import make_cases
 
     lists = []
-    for name, text in (("--batch", batch), ("--input_len", input_len), ("--output_len", output_len)):
+    numbers = {"--batch": batch, "--input_len": input_len, "--output_len": output_len, "--rank": rank}
+    for name, text in numbers.items():
         try:
             lists.append([int(number) for number in text.split(",")])
         except ValueError as error:
@@ -86,10 +89,10 @@ def rollout(
             ) from error
     result = run(
         shape,
-        make_cases(*lists),
+        make_cases(*lists[:3]),
         arms=arms.split(","),
         engine=_json_object("--engine", engine),
-        rank=rank,
+        rank=lists[3],
         lengths=lengths,
         repeats=repeats,
         rounds=rounds,

@@ -29,7 +29,8 @@ from qerl_recipes.bench import decode_profile, rollout_memory
 from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, ask_once, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
-from qerl_recipes.bench.rollout_arm import ARMS, FEW, Case, Order, orders, prefill
+from qerl_recipes.bench.rollout_arm import ADAPTERLESS, ARMS, FEW, Case, Order, orders, prefill
+from qerl_recipes.recipe.keys import ENGINE_RANKS
 from qerl_recipes.recipe.shapes import full_name
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def run(
     cases: Sequence[Case],
     *,
     arms: Sequence[str] = ("bf16_merged", "bf16", "qerl_nvfp4"),
-    rank: int = 32,
+    rank: Sequence[int] = (32,),
     lengths: str | None = None,
     repeats: int | None = None,
     rounds: int = 1,
@@ -77,10 +78,12 @@ def run(
 
     ``profile`` says where the time of a decode step goes, instead of rates (``bench.decode_profile``); the profiler's
     traces lie beside ``output``. ``interleave`` starts the engines of all arms at once, if they fit on the GPU
-    together. Each arm is measured with each of ``kv_cache_dtype``; "auto" is the activations' dtype. ``engine`` holds
-    more arguments of ``vllm.LLM`` for every arm, except those that the benchmark sets itself (OURS). Each arm is
-    measured once without and once with the arguments of each of ``variants``, which override ``engine``. ``scratch`` is
-    the folder for the one checkpoint that is written, of a mixture in NVFP4.
+    together. Each arm with an adapter is measured with each ``rank``, on an engine of its own: a smaller adapter in the
+    same engine would be filled up with zeros and take as long. Each arm is measured with each of ``kv_cache_dtype``;
+    "auto" is the activations' dtype. ``engine`` holds more arguments of ``vllm.LLM`` for every arm, except those that
+    the benchmark sets itself (OURS). Each arm is measured once without and once with the arguments of each of
+    ``variants``, which override ``engine``. ``scratch`` is the folder for the one checkpoint that is written, of a
+    mixture in NVFP4.
 
     An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
     ValueError for an unknown shape or arm and for what this machine cannot measure.
@@ -89,6 +92,7 @@ def run(
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
     _check_names(arms, kv_cache_dtype, engine, variants, interleave)
+    _check_ranks(rank)
     if profile and lengths is not None:
         raise ValueError("--profile looks at a step of equal lengths, and --lengths times a whole rollout; use one")
     _check_modes(cases, repeats, rounds, tensor_parallel_size, profile, interleave)
@@ -99,12 +103,13 @@ def run(
         cases = [*cases, *{case.batch: case for case in each}.values()]
     repeats = REPEATS if repeats is None else repeats
     requests: dict[str, Figures] = {}
-    for arm, variant, cache in itertools.product(arms, (None, *variants), kv_cache_dtype):
+    for arm, one, variant, cache in itertools.product(arms, rank, (None, *variants), kv_cache_dtype):
         chosen = [] if variant is None else [variant]
-        requests[", ".join([arm, *chosen, *([f"{cache} cache"] if cache != "auto" else [])])] = {
+        named = [f"rank {one}"] if len(rank) > 1 and arm not in ADAPTERLESS else []
+        requests[", ".join([arm, *named, *chosen, *([f"{cache} cache"] if cache != "auto" else [])])] = {
             "shape": shape,
             "cases": cases,
-            "rank": rank,
+            "rank": one,
             "tensor_parallel": tensor_parallel_size,
             "arm": arm,
             "variant": chosen,
@@ -120,7 +125,7 @@ def run(
     measured: dict[str, Figures] = {name: {} for name in requests}
     result = {
         "shape": shape,
-        "rank": rank,
+        "rank": list(rank),
         "tensor_parallel_size": tensor_parallel_size,
         "repeats": repeats,
         "rounds": rounds,
@@ -181,6 +186,13 @@ def _check_names(
             raise ValueError(f"{name} names {ours[0]!r}, which this benchmark sets itself; leave it out")
         if interleave and (ours := sorted(set(options) & set(rollout_memory.SET_HERE))):
             raise ValueError(f"{name} names {ours[0]!r}, which --interleave sets for each engine; leave one out")
+
+
+def _check_ranks(ranks: Sequence[int]) -> None:
+    if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 1:
+        raise ValueError(f"rank is {list(ranks)}; name each rank once, each at least 1")
+    if max(ranks) > ENGINE_RANKS[-1]:
+        raise ValueError(f"rank is {list(ranks)}; vLLM holds at most rank {ENGINE_RANKS[-1]}")
 
 
 def _check_modes(
@@ -303,7 +315,7 @@ def _started(module: str, requests: Mapping[str, Figures]) -> Iterator[dict[str,
 def _profile(requests: Mapping[str, Figures], traces: Path, note: Callable[[str, Figures], None]) -> None:
     """Profile each arm; write its traces to files that begin like ``traces``."""
     for name, request in requests.items():
-        suffix = "_".join([request["arm"], *request["variant"], request["kv_cache_dtype"]])
+        suffix = re.sub(r"[^\w.-]+", "_", name)
         try:
             note(name, ask_once(ARM, {**request, "traces": f"{traces}_{suffix}"}))
         except ArmFailedError as error:
@@ -366,8 +378,9 @@ def _print(result: dict[str, Any]) -> None:
         return
     others = [arm for arm in arms if arm.startswith("bf16")] or [next(iter(arms))]
     parallel = f", tensor parallel {result['tensor_parallel_size']}" if result["tensor_parallel_size"] > 1 else ""
+    ranks = " and ".join(map(str, result["rank"]))
     title = (
-        f"{full_name(result['shape'])} shapes{parallel}, LoRA rank {result['rank']}, {result['gpu']}, "
+        f"{full_name(result['shape'])} shapes{parallel}, LoRA rank {ranks}, {result['gpu']}, "
         f"{result['date']}; ratios to the faster of {' and '.join(others)}"
     )
     columns, paths = ["tokens/s"], list[tuple[str, ...]]()

@@ -25,6 +25,12 @@ ARMS += ("stock_nvfp4", "fp8_merged", "fp8", "stock_nvfp4_humming", "stock_nvfp4
 # W8A8: a scale for each output channel of a weight, made when it is loaded, and one for each token, made in every step
 FP8 = "fp8_per_channel"
 HUMMING = {"linear_backend": "humming", "moe_backend": "humming"}  # vLLM's options; the second is for experts
+ADAPTERLESS: dict[str, dict[str, Any]] = {  # arms whose engine has room for none, so that no rank changes them
+    "bf16_merged": {},
+    "fp8_merged": {"quantization": FP8},
+    "stock_nvfp4_humming": HUMMING,
+    "qerl_nvfp4_base": {"quantization": "qerl_nvfp4"},
+}
 PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
 WARM_UP_TOKENS = 16
 FEW = (16, 64)  # of unequal lengths: the share of the time is noted in which fewer sequences are left
@@ -239,14 +245,8 @@ def is_stock(arm: str) -> bool:
 
 def options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` that make an engine that arm."""
-    if arm == "bf16_merged":
-        return {}
-    if arm == "fp8_merged":
-        return {"quantization": FP8}
-    if arm == "stock_nvfp4_humming":
-        return HUMMING
-    if arm == "qerl_nvfp4_base":
-        return {"quantization": "qerl_nvfp4"}
+    if arm in ADAPTERLESS:
+        return ADAPTERLESS[arm]
     if arm == "qerl_nvfp4_float16":
         return {**engine_options("qerl_nvfp4", rank, config), "dtype": "float16"}
     if arm in ENGINE_QUANTIZATION:

@@ -158,7 +158,7 @@ def test_profiles_of_all_arms_are_shown_and_written(
     monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
     file = tmp_path / "new/profile.json"
     result = rollout.run("tiny", [Case(64, 8, 80)], arms=["bf16", "qerl_nvfp4"], profile=True, output=file)
-    assert traces == [str(tmp_path / f"new/profile_{arm}_auto") for arm in ("bf16", "qerl_nvfp4")]
+    assert traces == [str(tmp_path / f"new/profile_{arm}") for arm in ("bf16", "qerl_nvfp4")]
     assert json.loads(file.read_text())["arms"] == result["arms"]
     shown = capsys.readouterr().out
     assert "qerl_nvfp4: microseconds of a decode step" in shown and "64 x" in shown

@@ -17,7 +17,7 @@ from vllm.v1.engine.core_client import InprocClient
 from qerl_recipes import cli
 from qerl_recipes.bench import lengths, linear_kernels, random_model, rollout, rollout_arm, rollout_memory, swap
 from qerl_recipes.bench.arms import ArmFailedError
-from qerl_recipes.bench.rollout_arm import ARMS, Case, Order, make_cases, prompts
+from qerl_recipes.bench.rollout_arm import ADAPTERLESS, ARMS, Case, Order, make_cases, prompts
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.recipe.shapes import ATTENTION, config_json
 from qerl_recipes.rollout import arms, sampling
@@ -96,9 +96,18 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
     if where == "in_this_process":
         request.getfixturevalue(where)
     file = tmp_path / "rollout.json"
-    line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
-    names, engine = ["bf16_merged", "qerl_nvfp4"], {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
-    options = ["--arms", ",".join(names), "--output", str(file), "--engine", json.dumps(engine), "--interleave"]
+    line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 8,4 --repeats 2"
+    names = ["bf16_merged", "qerl_nvfp4, rank 8", "qerl_nvfp4, rank 4"]
+    engine = {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
+    options = [
+        "--arms",
+        "bf16_merged,qerl_nvfp4",
+        "--output",
+        str(file),
+        "--engine",
+        json.dumps(engine),
+        "--interleave",
+    ]
     options += ["--lengths", "lognormal:10,0.8,35"]
     cli.app([*line.split(), *options], standalone_mode=False)  # vLLM needs a standard output that is a file
     printed = capfd.readouterr().out
@@ -131,7 +140,8 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
             if where == "in_this_process":
                 assert row["seconds"] == [max(drawn[batch]) * 1.0] * 2, "until the last token"
     assert "until the" in printed and "100% / 100%" in printed
-    assert "qerl_nvfp4: 8 layers QerlOnlineLinearMethod, Canonical" in printed
+    assert result["rank"] == [8, 4] and "LoRA rank 8 and 4" in printed
+    assert "qerl_nvfp4, rank 4: 8 layers QerlOnlineLinearMethod, Canonical" in printed
     assert "3 x" in printed and "ratios to the faster of bf16_merged" in printed
 
 
@@ -145,7 +155,7 @@ def test_arms_are_checked_against_what_vllm_runs(in_this_process: None, monkeypa
 
     monkeypatch.setattr(rollout_arm, "options", wrong)
     names = ["fp8_merged", "stock_nvfp4_humming", "fp8", "bf16"]
-    arms = rollout.run("tiny", [Case(2, 8, 4)], arms=names, rank=4, repeats=1)["arms"]
+    arms = rollout.run("tiny", [Case(2, 8, 4)], arms=names, rank=[4], repeats=1)["arms"]
     assert "vLLM runs another kernel than arm fp8_merged names: 8 layers on Unquantized" in arms["fp8_merged"]["failed"]
     assert arms["fp8_merged"]["linears"][0]["method"] == "UnquantizedLinearMethod"
     assert "NVFP4" in arms["stock_nvfp4_humming"]["failed"], "a CPU has none of vLLM's kernels"
@@ -203,7 +213,7 @@ def test_stock_arms_ask_vllm_for_their_kernel() -> None:
 @pytest.mark.parametrize("interleave", [False, True])
 def test_a_mixture_is_measured_on_one_written_checkpoint(tmp_path: Path, interleave: bool) -> None:
     names = ["bf16_merged", "qerl_nvfp4", "qerl_nvfp4_base"]
-    options: dict[str, Any] = {"arms": names, "rank": 4, "repeats": 1, "scratch": tmp_path}
+    options: dict[str, Any] = {"arms": names, "rank": [4], "repeats": 1, "scratch": tmp_path}
     result = rollout.run("tiny-moe", [Case(2, 8, 20)], interleave=interleave, **options)
     assert not [found for found in result["arms"].values() if "failed" in found]
     assert not list(tmp_path.iterdir())
@@ -394,7 +404,7 @@ def groups_of(
 
     monkeypatch.setattr(rollout, "take_turns", take)
     monkeypatch.setattr(rollout, "pause", lambda arms, parallel: 4.5 if (arms, parallel) == (2, 1) else None)
-    rollout.run("tiny", [Case(1, 2, 3)], arms=["bf16", "qerl_nvfp4"], **options)
+    rollout.run("tiny", [Case(1, 2, 3)], **{"arms": ["bf16", "qerl_nvfp4"], **options})
     return groups
 
 
@@ -425,6 +435,20 @@ def test_variants_and_caches_multiply_the_arms(monkeypatch: pytest.MonkeyPatch) 
     joined = {"mode": 0, "inductor_compile_config": {"combo_kernels": True, "triton.enable_pdl": True}}
     assert group["qerl_nvfp4, pdl, fp8 cache"]["engine"] == {"seed": 1, "compilation_config": joined}
     assert group["qerl_nvfp4, pdl, fp8 cache"]["kv_cache_dtype"] == "fp8"
+
+
+def test_each_rank_has_an_engine_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm without an adapter is measured once."""
+    (group,) = groups_of(monkeypatch, None, interleave=True, arms=["bf16_merged", "bf16", "qerl_nvfp4"], rank=[16, 64])
+    assert [(name, request["rank"]) for name, request in group.items() if request["arm"] != "bf16_merged"] == [
+        ("bf16, rank 16", 16),
+        ("bf16, rank 64", 64),
+        ("qerl_nvfp4, rank 16", 16),
+        ("qerl_nvfp4, rank 64", 64),
+    ]
+    assert next(iter(group)) == "bf16_merged" and len(group) == 5
+    for arm in ARMS:
+        assert (rollout_arm.options(arm, 16, {}) == rollout_arm.options(arm, 64, {})) == (arm in ADAPTERLESS), arm
 
 
 def memory_of(shape: str, names: Any, cases: list[Case], cache: str = "auto", parallel: int = 1) -> dict[str, int]:
@@ -502,7 +526,7 @@ def test_a_decoding_lost_in_a_slow_prefill_has_no_rate(capsys: pytest.CaptureFix
         rollout._add(measured[arm], {**figures, "kv_cache_tokens": 200}, [Case(4, 10, 21)])
     decoding = [found["batch"]["4"]["decode"]["tokens_per_s"] for found in measured.values()]
     assert decoding == [None, 4 * 20 / 1.5]
-    about = {"shape": "7B", "tensor_parallel_size": 1, "rank": 8, "gpu": "x", "date": "y", "cached_tokens": 0}
+    about = {"shape": "7B", "tensor_parallel_size": 1, "rank": [8], "gpu": "x", "date": "y", "cached_tokens": 0}
     rollout._print({**about, "arms": measured})
     printed = capsys.readouterr().out
     assert "lost in" in printed and "53 ±33%" in printed and printed.count("x)") == 4
@@ -515,7 +539,7 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
         return {**rows, "weights_gib": None, "kv_cache_tokens": cache}
 
     found = {"qerl_nvfp4": arm(300.0), "bf16": arm(150.0, 199), "bf16_merged": arm(200.0), "nf4": {"failed": "why"}}
-    about = {"shape": "7B", "tensor_parallel_size": 2, "rank": 8, "gpu": "x", "date": "y", "cached_tokens": 200}
+    about = {"shape": "7B", "tensor_parallel_size": 2, "rank": [8], "gpu": "x", "date": "y", "cached_tokens": 200}
     rollout._print({**about, "arms": found})
     printed = capsys.readouterr().out
     assert "bf16: its KV cache holds 199 of 200 tokens, so some wait" in printed and printed.count("some wait") == 1
