@@ -127,6 +127,26 @@ def test_rollouts_of_unequal_lengths_have_a_table(ledger):
     assert "| QeRL |" in ours and "| 6,000 / 1,000 | 1.20x / 1.00x |" in ours
 
 
+def test_rollouts_by_rank_stand_beside_the_articles(ledger):
+    def case(rate):
+        return {"1": {"input": 128, "output": 256, "tokens_per_s": rate}}
+
+    def file(rank, **rates):
+        arms = {arm.replace("_rank_", ", rank "): {"batch": case(rate)} for arm, rate in rates.items()}
+        return {"shape": "32B", "gpu": "H100", "rank": rank, "arms": arms}
+
+    files = {"ranks_a": file([64], bf16=32.0, fp8_merged=69.0), "rollout_b": file([64], nf4=1.0)}
+    files |= {"ranks_c": file([16, 64], qerl_nvfp4_rank_16=90.0, qerl_nvfp4_rank_64=80.0)}
+    *_, bf16, merged, few, many = ledger.by_rank(files).splitlines()
+    assert bf16 == "| 32B, 128 + 256 | BF16 LoRA | 64 | 1 | 32 | 1 | 31.9 | `ranks_a.json` |"
+    assert merged == "| 32B, 128 + 256 | FP8 W8A8, adapter merged | - | 1 | 69 | - | - | `ranks_a.json` |"
+    assert few == "| 32B, 128 + 256 | QeRL | 16 | 1 | 90 | - | 58 | `ranks_c.json` |"
+    assert many == "| 32B, 128 + 256 | QeRL | 64 | 1 | 80 | 2.50x | 51.3 | `ranks_c.json` |"
+    files["ranks_c"]["gpu"] = "H200"
+    assert ledger.by_rank(files).endswith("| QeRL | 64 | 1 | 80 | - | 51.3 | `ranks_c.json` |")
+    assert ledger.by_rank({"rollout_b": files["rollout_b"]}) == ""
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("train")])
 def test_steps_of_the_page_are_those_of_their_file(name):
     summary = FILES[name]["summary"]

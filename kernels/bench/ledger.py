@@ -26,6 +26,22 @@ CONFIGURATIONS = {
     "stock_nvfp4_humming_slots": "stock vLLM, NVFP4 on Humming, LoRA slots",
     "fp8_merged": "FP8 W8A8, adapter merged",
     "fp8": "FP8 W8A8, LoRA slots",
+    "trl_stock": "stock TRL, BF16 LoRA",
+    "fp8_rollout": "FP8 rollouts, BF16 training",
+}
+# arXiv 2510.11696, Table 9 and Figure 11: tokens/s of one sequence on one H100, by rank of the adapter
+PUBLISHED = {
+    "7B": {"bf16": {16: 115.4, 32: 113.2, 64: 108.3}, "qerl_nvfp4": {16: 151.6, 32: 149.9, 64: 137.7}},
+    "14B": {
+        "bf16": {16: 65.4, 32: 63.1, 64: 61.2},
+        "nf4": {16: 45.1, 32: 44.2, 64: 42.8},
+        "qerl_nvfp4": {16: 95.3, 32: 92.9, 64: 86.0},
+    },
+    "32B": {
+        "bf16": {16: 34.0, 32: 33.3, 64: 31.9},
+        "nf4": {16: 25.2, 32: 25.6, 64: 23.0},
+        "qerl_nvfp4": {16: 58.0, 32: 56.0, 64: 51.3},
+    },
 }
 WAYS = {
     "auto": "GPU to an engine in this process",
@@ -142,6 +158,40 @@ def unequal_rollouts(files: dict[str, dict[str, Any]]) -> str:
     return table(head, rows) if rows else ""
 
 
+def by_rank(files: dict[str, dict[str, Any]]) -> str:
+    """Return tokens per second by rank of the adapter beside the article's; empty where no file has any.
+
+    Speeds are relative to BF16 LoRA of the same rank on a GPU of the same kind, which may be in another file.
+    """
+    found: dict[tuple[str, str, str, int | None], tuple[str, dict[str, Any]]] = {}
+    for name, result in files.items():
+        for arm, of_arm in result["arms"].items() if name.startswith("ranks") else ():
+            kind, _, rank = arm.partition(", rank ")
+            has_none = kind in ("bf16_merged", "fp8_merged", "stock_nvfp4_humming", "qerl_nvfp4_base")
+            key = None if has_none else int(rank or result["rank"][0])
+            if "batch" in of_arm:
+                found[result["gpu"], result["shape"], kind, key] = name, of_arm["batch"]
+    rows = []
+    for (gpu, shape, kind, rank), (name, cases) in found.items():
+        _, bf16 = found.get((gpu, shape, "bf16", rank), ("", {}))
+        case = next(iter(cases.values()))
+        published = PUBLISHED.get(shape, {}).get(kind, {}).get(rank)
+        rows.append(
+            [
+                f"{shape}, {case['input']} + {case['output']}",
+                configuration(kind),
+                "-" if rank is None else str(rank),
+                listed(cases),
+                listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
+                relative(cases, bf16, lambda case: case["tokens_per_s"]),
+                "-" if published is None else f"{published:g}",
+                f"`{name}.json`",
+            ]
+        )
+    head = ["model, tokens in + out", "configuration", "rank", "sequences", "tokens/s", "to BF16 LoRA of that rank"]
+    return table([*head, "the article's, one sequence", "file"], rows) if rows else ""
+
+
 def relative(cases: dict[str, Any], first: dict[str, Any], value: Callable[[Any], float | None]) -> str:
     """Return the ratios of ``value`` over the cases that both configurations have, or ``-``; 1 for the first itself."""
     if cases is first:
@@ -178,7 +228,7 @@ def steps(files: dict[str, dict[str, Any]]) -> str:
                     f"{1e3 * seconds['swap']:.0f}",
                     f"{found['peak_gb']['process']:.1f}" + (f" ({planned / 1e9:.1f})" if planned else ""),
                     "all" if blocks is None else str(blocks),
-                    f"{difference:.4f}",
+                    "-" if difference is None else f"{difference:.4f}",
                     f"`{name}.json`",
                 ]
             )
@@ -366,7 +416,7 @@ def page(folder: Path = RESULTS) -> str:
     """Return the ledger."""
     files = measured(folder)
     points = files["random_NVIDIA_H200"]
-    uneven = unequal_rollouts(files)
+    uneven, ranks = unequal_rollouts(files), by_rank(files)
     random_head = [
         "tokens",
         "target, at 95 % of the points",
@@ -386,6 +436,11 @@ def page(folder: Path = RESULTS) -> str:
         "*Tokens per second of a rollout over the number of sequences, log-probabilities on.*\n",
         rollouts(files),
         *(["\nWith completions of unequal lengths, the same for all configurations:\n", uneven] if uneven else []),
+        *(
+            ["\nBy rank of the adapter, beside the article's figures (arXiv 2510.11696, one H100):\n", ranks]
+            if ranks
+            else []
+        ),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
         "*Seconds of the second step, measured once. 64 completions of 1,024 tokens; all configurations have the same"
