@@ -415,7 +415,6 @@ def provenance(files: dict[str, dict[str, Any]]) -> str:
 def page(folder: Path = RESULTS) -> str:
     """Return the ledger."""
     files = measured(folder)
-    points = files["random_NVIDIA_H200"]
     uneven, ranks = unequal_rollouts(files), by_rank(files)
     random_head = [
         "tokens",
@@ -425,10 +424,12 @@ def page(folder: Path = RESULTS) -> str:
         "worst",
         "an adapter adds 15 % or 3 us at most",
     ]
-    random_rows = [
-        random_points(points, 1, 256, 0.97),
-        random_points(points, 257, 8192, 0.93, ("bf16",)),
-    ]
+    random_rows = []
+    for name, points in files.items():
+        if name.startswith("random"):
+            few, many = random_points(points, 1, 256, 0.97), random_points(points, 257, 8192, 0.93, ("bf16",))
+            gpu = "" if name == "random_NVIDIA_H200" else f"{points['gpu']}: "
+            random_rows += [[gpu + tokens, *cells] for tokens, *cells in (few, many)]
     parts = [
         HEAD,
         "## Rollouts\n",
