@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
@@ -141,7 +141,8 @@ class Evaluation(Sampling):
         Option(help="JSON lines for environment:NAME and tools; default: what the run held out, or the environment's."),
     ] = None
     success_at: Annotated[
-        FiniteFloat | None,
+        float | None,
+        Field(allow_inf_nan=False),
         Option(help="Reward from which an episode is a success; default: 1. For environment:NAME, tools."),
     ] = None
     response_template: Annotated[

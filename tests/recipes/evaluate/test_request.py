@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 
@@ -260,6 +260,13 @@ def test_a_run_that_acts_leaves_its_problems(tmp_path: Path) -> None:
         (tmp_path / as_trained.HELD_OUT).write_text(json.dumps(ROW))
         assert "--problems" not in as_trained.command(tmp_path, {"recipe": recipe})
         (tmp_path / as_trained.HELD_OUT).unlink()
+
+
+def test_the_types_of_options_are_plain() -> None:
+    """typer before 0.29 knows no type that carries a condition, and then no command of `qerl` starts."""
+    for name, parameter in command_signature().parameters.items():
+        kind = get_args(parameter.annotation)[0]
+        assert not any(get_origin(part) is Annotated for part in (kind, *get_args(kind))), name
 
 
 def test_another_environment_has_no_part_in_the_runs_tools() -> None:
