@@ -19,7 +19,8 @@ ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_att
 def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a line for each thing that is missing.
 
-    It may be a package of the arm, optimizer or tracker, access to the hub, a GPU, or the token of a rollout server.
+    It may be a package of the arm, optimizer or tracker, access to the hub, a GPU or a process for each of several, or
+    the token of a rollout server.
     """
     if training.quantization == "nf4" and not is_bitsandbytes_available():
         yield f"quantization: nf4 holds the weights by bitsandbytes, which is not installed; {BITSANDBYTES}"
@@ -29,6 +30,11 @@ def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
         yield f"attn_implementation cannot be {attention!r}; it is one of {', '.join(ATTENTIONS)}"
     yield from _trackers(training)
     yield from _hub(training)
+    if training.n_gpu > 1:
+        yield (
+            f"this process sees {training.n_gpu} GPUs and trains on one: set CUDA_VISIBLE_DEVICES=0, or start a "
+            "process for each with accelerate launch"
+        )
     yield from _token(training) if training.vllm_mode == SERVER else _engine(training)
 
 

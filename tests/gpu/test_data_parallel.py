@@ -15,6 +15,8 @@ import scripted_rollouts
 import torch
 from safetensors.torch import load_file
 
+from qerl_recipes.machine.gpu import visible_names
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(580),
@@ -68,7 +70,8 @@ def train(
         command = [scripted_rollouts.__file__, json.dumps(line)]
         command = command if script else ["-m", "qerl_recipes.cli", "train", *line]
         path = os.pathsep.join([str(FIXTURES / "rewards"), os.environ.get("PYTHONPATH", "")])
-        run_process([*launcher, *command], tmp_path / f"{name}.log", PYTHONPATH=path)
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(visible_names()[:processes])}
+        run_process([*launcher, *command], tmp_path / f"{name}.log", PYTHONPATH=path, **gpus)
         return folder
 
     return run

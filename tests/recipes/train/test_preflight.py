@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.train.preflight import check
 
@@ -97,6 +97,11 @@ def test_what_cannot_run_is_refused(flags, message, refusal, stand_ins):
     text = refusal(*flags.split(" "))
     assert text.startswith("this recipe cannot run:\n  - ")
     assert message.replace("MODEL", str(stand_ins["model"])) in text
+
+
+def test_a_process_that_sees_several_gpus_is_refused(refusal, monkeypatch):
+    monkeypatch.setattr(GRPOConfig, "n_gpu", 2)
+    assert "sees 2 GPUs and trains on one: set CUDA_VISIBLE_DEVICES=0, or start a process for each" in refusal()
 
 
 def test_all_that_is_wrong_is_said_at_once(refusal):
