@@ -159,11 +159,12 @@ class Overlap:
         trainer = self._trainer
         self.policy = _copied(trainer.snapshot())
         self._begun = trainer.begin_rollout(rollout), trainer.rollout()
-        device = trainer.accelerator.device
+        # a thread begins on the first GPU; the device of a single process names no number
+        gpu = torch.cuda.current_device() if trainer.accelerator.device.type == "cuda" else None
 
         def roll_out() -> dict[str, Any]:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             return trainer.roll_out(rows)
 
         self.flight = Flight(self._worker, roll_out)
