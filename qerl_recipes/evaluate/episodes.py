@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
-from trl.chat_template_utils import parse_response
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from qerl_recipes.evaluate.as_trained import HELD_OUT, acts_as_in, has_data
@@ -33,9 +32,10 @@ from qerl_recipes.hooks import collect
 from qerl_recipes.model.families import most_positions
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.generation import for_sampling_params
+from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.episodes import Episode, Message, Player, begun, described
-from qerl_recipes.rollout.interface import Turn
-from qerl_recipes.rollout.sampling import Request
+from qerl_recipes.rollout.interface import Taken, Turn
+from qerl_recipes.rollout.sampling import Ended, Request
 from qerl_recipes.tasks import environments, prompts, rewards
 from qerl_recipes.tasks.environments import COLUMN, Interaction, Starts
 from qerl_recipes.tasks.interface import Environment, Reward
@@ -240,27 +240,33 @@ class _Engine:
         problem, sample = divmod(self.first + place, self._evaluation.num_samples)
         return seed_of(self._evaluation.seed or 0, self._task, problem, sample, number)
 
-    def turn(self, turns: Sequence[Turn]) -> list[tuple[list[int], list[float | None]]]:
-        """Return the ids of each turn; log-probabilities are not asked for, and are None."""
+    def play(
+        self,
+        turns: Sequence[Turn],
+        go_on: Callable[[list[Taken]], Sequence[Turn]],
+        num_generations: int = 1,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Take ``turns`` and what ``go_on`` returns; log-probabilities are not asked for, and are None."""
         from vllm import SamplingParams
 
         evaluation, parameters = self._evaluation, for_sampling_params(self._evaluation.generation_kwargs or {})
-        requests = [Request(turn.tokens, self._seed(turn.place, turn.number), turn.most) for turn in turns]
         parameters |= {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
         parameters["detokenize"] = bool(parameters.get("stop"))  # the messages are read from the tokens
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": one.prompt} for one in requests],
-            [SamplingParams(**{**parameters, **one.limits(parameters)}) for one in requests],
-            lora_request=self._request,
-            use_tqdm=False,
-        )
-        answers = [output.outputs[0] for output in outputs]
-        if given_up := [answer for answer in answers if answer.finish_reason not in ("stop", "length")]:
-            raise RuntimeError(f"vLLM gave {len(given_up)} turns up, the first with {given_up[0].finish_reason}")
-        self.is_cut |= {
-            turn.place: answer.finish_reason == "length" for turn, answer in zip(turns, answers, strict=True)
-        }
-        return [(list(answer.token_ids), [None] * len(answer.token_ids)) for answer in answers]
+        asked: list[Turn] = []
+
+        def requests(turns: Sequence[Turn]) -> list[tuple[list[int], SamplingParams]]:
+            asked.extend(turns)
+            given = [Request(turn.tokens, self._seed(turn.place, turn.number), turn.most) for turn in turns]
+            return [(one.prompt, SamplingParams(**{**parameters, **one.limits(parameters)})) for one in given]
+
+        def follow(ended: list[Ended]) -> list[tuple[list[int], SamplingParams]]:
+            self.is_cut |= {asked[one.number].place: one.is_cut for one in ended}
+            taken: list[Taken] = [(asked[one.number], one.completion) for one in ended]
+            return requests(go_on(sorted(taken, key=lambda one: one[0].place)))
+
+        inputs, samplings = zip(*requests(turns), strict=True)
+        sampling.generate(self._llm, inputs, samplings, self._request, follow)
 
 
 def play(llm: "LLM", request: "LoRARequest | None", task: Task, evaluation: Evaluation, label: str) -> list[Played]:
@@ -318,20 +324,16 @@ def _played(
     pairs = zip(rows, instances, strict=True)
     conversations = [begun(row, one, is_one_of_several=name is not None) for row, one in pairs]
     options = {**task.options, "tools": task.interaction.schemas(name)}
-    turns = []
-    for place, conversation in enumerate(conversations):
+    episodes = []
+    for conversation, one in zip(conversations, instances, strict=True):
         ids = prompts.ids(conversation, tokenizer, options)
-        if (room := engine.longest - len(ids)) < 1:
+        if engine.longest - len(ids) < 1:
             raise ValueError(
                 f"{task.name}: a prompt has {len(ids)} tokens with what the environment adds, and max_model_length is "
                 f"{engine.longest}: there is no room for an answer; raise max_model_length"
             )
-        turns.append(Turn(ids, place, 0, min(evaluation.max_new_tokens or room, room)))
-    episodes = []
-    for turn, (ids, logprobs), one in zip(turns, engine.turn(turns), instances, strict=True):
         tools = [*task.interaction.tools, *(factory.methods_of(one) if factory and one else ())]
-        message = parse_response(tokenizer, ids, prefix=turn.tokens, tools=tools)
-        episodes.append(Episode(turn.tokens, ids, logprobs, [message], {tool.__name__: tool for tool in tools}))
+        episodes.append(Episode(ids, {tool.__name__: tool for tool in tools}))
     player.play(episodes)
     scores = _scores(task, rows, conversations, episodes, instances, player.loop)
     return [

@@ -22,7 +22,7 @@ from qerl_recipes.recipe.generation import for_sampling_params, sampling_paramet
 from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Snapshot
-from qerl_recipes.rollout.sampling import Completion, Request, SeededRollouts
+from qerl_recipes.rollout.sampling import Completion, Ended, Follow, Request, SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights, frozen_weights
@@ -103,31 +103,52 @@ class VLLMRollouts(SeededRollouts):
         try:
             with super().episodes():
                 yield
-            while True:
-                requests, _ = self._over_tensor_parallel([])
-                if not requests:
-                    break
-                self._compute(requests)
+            while self._compute([])[0]:
+                pass
         finally:
             self._is_held = False
         self._sleep()
 
-    def _complete(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
-        everyones, own = self._over_tensor_parallel(requests)
+    def _complete(
+        self, requests: list[Request], profiler: AbstractContextManager[Any] | None, follow: Follow | None = None
+    ) -> list[Completion]:
         self._wake()
         with self._timed(profiler):
-            completions = self._compute(everyones)[own]
+            completions, first = self._compute(requests, follow)
         if not self._is_held:
             self._sleep()
-        return completions
+        return completions[first : first + len(requests)]
 
-    def _compute(self, requests: list[Request]) -> list[Completion]:
-        # vLLM draws from this process's generators, though every request has its own seed. The trainer's draws must not
-        # depend on the engine.
+    def _compute(self, requests: list[Request], follow: Follow | None = None) -> tuple[list[Completion], int]:
+        """Return the completions of all ranks that share this engine, and the index of this rank's first one.
+
+        Every rank takes every step and sees what it ends. If any rank follows, all of them then exchange what follows.
+        """
+        everyones, first, is_followed = self._over_tensor_parallel(requests, follow is not None)
+        if not everyones:
+            return [], 0
+        own = {first + place: place for place in range(len(requests))}  # this rank's number of a request, by everyone's
+        asked = len(everyones)
+        # vLLM draws from this process's generators, though every request has its own seed. The draws of the trainer,
+        # and of the tools that run in between, must not depend on the engine.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        parameters = [self._parameters(request) for request in requests]
-        with torch.random.fork_rng(devices):
-            return sampling.generate(self.llm, [one.prompt for one in requests], parameters, self.policy.request)
+
+        def following(ended: list[Ended]) -> list[tuple[list[int], SamplingParams]]:
+            nonlocal asked
+            apart.close()
+            mine = [(own[one.number], one.completion) for one in ended if one.number in own]
+            requests = follow(mine) if follow is not None and mine else []
+            everyones, first, _ = self._over_tensor_parallel(requests)
+            own.update({asked + first + place: len(own) + place for place in range(len(requests))})
+            asked += len(everyones)
+            apart.enter_context(torch.random.fork_rng(devices))
+            return [(one.prompt, self._parameters(one)) for one in everyones]
+
+        with contextlib.ExitStack() as apart:
+            apart.enter_context(torch.random.fork_rng(devices))
+            prompts, parameters = [one.prompt for one in everyones], [self._parameters(one) for one in everyones]
+            given = (self.llm, prompts, parameters, self.policy.request, following if is_followed else None)
+            return sampling.generate(*given), first
 
     def serve_base(self) -> None:
         """Serve the base without adapter, trained norms and noise, until the next ``begin`` or ``sync_weights``."""
@@ -251,19 +272,23 @@ class VLLMRollouts(SeededRollouts):
         group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
         return group
 
-    def _over_tensor_parallel(self, requests: list[Request]) -> tuple[list[Request], slice]:
-        """Return the requests of all ranks that share this engine, and the slice of them that is this rank's.
+    def _over_tensor_parallel(
+        self, requests: list[Request], is_followed: bool = False
+    ) -> tuple[list[Request], int, bool]:
+        """Return the requests of all ranks that share this engine, and the index of this rank's first one among them.
 
-        Ranks may have different numbers of requests, or none.
+        The last value says whether any of them is followed by others. Ranks may have different numbers of requests, or
+        none.
         """
         if self._tensor_parallel_group is None:
-            return requests, slice(None)
+            return requests, 0, is_followed
         gathered: list[Any] = [None] * self._tensor_parallel
-        torch.distributed.all_gather_object(gathered, requests, group=self._tensor_parallel_group)
+        torch.distributed.all_gather_object(gathered, (requests, is_followed), group=self._tensor_parallel_group)
         # an adapter's gradient all-reduces are tiny: without a barrier their clean-up can race with vLLM's collectives
         torch.distributed.barrier(device_ids=[self._accelerator.local_process_index])
-        start = sum(map(len, gathered[: torch.distributed.get_rank(group=self._tensor_parallel_group)]))
-        return [request for part in gathered for request in part], slice(start, start + len(requests))
+        before = gathered[: torch.distributed.get_rank(group=self._tensor_parallel_group)]
+        first = sum(len(part) for part, _ in before)
+        return [request for part, _ in gathered for request in part], first, any(one for _, one in gathered)
 
     def _sleep(self) -> None:
         """Free GPU memory for the trainer until the next rollout.

@@ -75,16 +75,19 @@ class RolloutEngine(Protocol):
 
 
 class Turn(NamedTuple):
-    """Ask for a later turn of an episode: at most ``most`` tokens after its whole history ``tokens``.
+    """Ask for a turn of an episode: at most ``most`` tokens after its whole history ``tokens``.
 
-    ``place`` is the index of the episode's row in the batch that ``generate`` answered. ``number`` counts the turns; 0
-    is that of ``generate``.
+    ``place`` is the index of the episode's row in this process's batch. ``number`` counts the turns from 0.
     """
 
     tokens: list[int]
     place: int
     number: int
     most: int
+
+
+# A turn that has ended, with the ids and log-probabilities of its tokens.
+Taken = tuple[Turn, tuple[list[int], list[float | None]]]
 
 
 @runtime_checkable
@@ -98,14 +101,23 @@ class TakesTurns(Protocol):
     def episodes(self) -> AbstractContextManager[None]:
         """Keep the engine ready, with its prefix cache, for all turns of one batch.
 
-        The batch's ``generate`` and the ``turn`` calls after it happen inside; weights and noise do not change there.
-        All processes enter and leave, however many turns they take. Leaving waits for those that share the engine.
+        The batch's ``generate`` and ``play`` calls happen inside; weights and noise do not change there. All processes
+        enter and leave, however many turns they take. Leaving waits for those that share the engine.
         """
 
-    def turn(self, turns: Sequence[Turn]) -> Sequence[tuple[list[int], list[float | None]]]:
-        """Return the ids and log-probabilities of each of ``turns``, of which there is at least one.
+    def play(
+        self,
+        turns: Sequence[Turn],
+        go_on: Callable[[list[Taken]], Sequence[Turn]],
+        num_generations: int = 1,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Take ``turns``, and those that ``go_on`` returns for the turns that have ended, until none is left.
 
-        Seeds follow from place and number: they depend neither on other episodes nor on the number of processes.
+        ``go_on`` gets turns that ended at the same time, in order of place. What it returns is computed beside the
+        turns that still run. First turns (number 0) are of all rows of the batch, each prompt ``num_generations`` times
+        in a row, as in ``generate``. Seeds follow from place and number: they depend neither on other episodes nor on
+        the number of processes.
         """
 
 

@@ -3,12 +3,13 @@
 ``LLM.generate`` processes every token of every sequence in Python, for decoding and for ranks and ends of lists. None
 of that is used before the sequence ends, and a decode step on a GPU waits for it. ``generate`` reads the outputs of
 vLLM's engine core step by step instead. vLLM's output processor sees a sequence only when it ends, to drop it. Requests
-that need text, as for stop strings, still go through ``LLM.generate``.
+that need text, as for stop strings, go through vLLM's own step.
 
 Source: ``vllm.v1.engine.llm_engine.LLMEngine.step``, 0.26 to 0.32.
 """
 
 import contextlib
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_recipes.rollout.interface import Completions, Snapshot, Turn
+from qerl_recipes.rollout.interface import Completions, Snapshot, Taken, Turn
 from qerl_vllm_plugin.noise import seed_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ class Completion(NamedTuple):
     logprobs: list[float | None]
 
 
+class Ended(NamedTuple):
+    """Hold a completion that has ended.
+
+    ``number`` is that of its request among those of one call. ``is_cut`` says that its tokens ran out.
+    """
+
+    number: int
+    completion: Completion
+    is_cut: bool
+
+
 class Request(NamedTuple):
     """Hold a prompt, the seed of its completion, and the most tokens that the completion may have."""
 
@@ -46,6 +58,10 @@ class Request(NamedTuple):
         limits = {"max_tokens": self.max_tokens, "seed": self.seed}
         fewest = parameters.get("min_tokens")
         return {**limits, "min_tokens": min(fewest, self.max_tokens)} if fewest else limits
+
+
+# From the numbers of requests that have ended, and their completions, to further requests, which are numbered on.
+Follow = Callable[[list[tuple[int, Completion]]], list[Request]]
 
 
 def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int, turn: int = 0) -> int:
@@ -131,7 +147,8 @@ class SeededRollouts(ABC):
         seeds = self._seeds.draw(self._accelerator.process_index * len(prompts), len(prompts), num_generations)
         most = self._training.max_completion_length or self.longest
         requests = [self._request(prompt, seed, most) for prompt, seed in zip(prompts, seeds, strict=True)]
-        completions = self._counted(requests, profiler)
+        completions = self._complete(requests, profiler)
+        self.tokens += sum(len(completion.ids) for completion in completions)
         # TRL takes each log-probability in a list of its own, and leaves out a token whose value is None
         logprobs = [[[_known(value)] for value in completion.logprobs] for completion in completions]
         return [list(prompt) for prompt in prompts], [completion.ids for completion in completions], logprobs, None
@@ -142,15 +159,43 @@ class SeededRollouts(ABC):
         with self._seeds.one_batch():
             yield
 
-    def turn(self, turns: Sequence[Turn]) -> list[Completion]:
-        """Return the completion of each of ``turns``; raise as ``generate`` does."""
-        requests = [self._request(turn.tokens, self._seeds.of(turn.place, turn.number), turn.most) for turn in turns]
-        completions = self._counted(requests, None)
-        return [Completion(ids, [_known(value) for value in logprobs]) for ids, logprobs in completions]
+    def play(
+        self,
+        turns: Sequence[Turn],
+        go_on: Callable[[list[Taken]], Sequence[Turn]],
+        num_generations: int = 1,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Take ``turns`` and what ``go_on`` returns (``rollout.interface.TakesTurns``); raise as ``generate`` does.
+
+        The seconds of ``go_on`` do not count as the engine's.
+        """
+        if turns and turns[0].number == 0:
+            self._seeds.draw(self._accelerator.process_index * len(turns), len(turns), num_generations)
+        asked: list[Turn] = []
+
+        def requests(turns: Sequence[Turn]) -> list[Request]:
+            asked.extend(turns)
+            return [self._request(turn.tokens, self._seeds.of(turn.place, turn.number), turn.most) for turn in turns]
+
+        def follow(ended: list[tuple[int, Completion]]) -> list[Request]:
+            began = time.perf_counter()
+            self.tokens += sum(len(completion.ids) for _, completion in ended)
+            taken = [(asked[number], (ids, list(map(_known, logprobs)))) for number, (ids, logprobs) in ended]
+            following = requests(go_on(sorted(taken, key=lambda one: one[0].place)))
+            self.seconds -= time.perf_counter() - began
+            return following
+
+        self._complete(requests(turns), profiler, follow)
 
     @abstractmethod
-    def _complete(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
-        """Return the completion of each request, inside ``_timed(profiler)``."""
+    def _complete(
+        self, requests: list[Request], profiler: AbstractContextManager[Any] | None, follow: Follow | None = None
+    ) -> list[Completion]:
+        """Return the completion of each request, inside ``_timed(profiler)``.
+
+        With ``follow`` there are further requests, and what is returned is of no use.
+        """
 
     def _open(self, rollout: int) -> None:
         self._seeds.open("train", rollout)
@@ -165,11 +210,6 @@ class SeededRollouts(ABC):
             )
         return Request(prompt, seed, min(most, room))
 
-    def _counted(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
-        completions = self._complete(requests, profiler)
-        self.tokens += sum(len(completion.ids) for completion in completions)
-        return completions
-
     @contextlib.contextmanager
     def _timed(self, profiler: AbstractContextManager[Any] | None) -> Iterator[None]:
         began = time.perf_counter()
@@ -183,30 +223,51 @@ def _known(logprob: float | None) -> float | None:
 
 
 def generate(
-    llm: "LLM", prompts: Sequence[list[int]], sampling: "Sequence[SamplingParams]", lora_request: Any
+    llm: "LLM",
+    prompts: Sequence[list[int]],
+    sampling: "Sequence[SamplingParams]",
+    lora_request: Any,
+    follow: "Callable[[list[Ended]], Sequence[tuple[list[int], SamplingParams]]] | None" = None,
 ) -> list[Completion]:
     """Return one completion for each of ``prompts`` (token ids), sampled by its entry of ``sampling``.
 
-    Each entry must have ``logprobs=0``; if any entry needs text, all must have ``flat_logprobs``. Raises RuntimeError
-    if vLLM aborts a sequence, or returns other than one log-probability a token.
+    ``follow`` gets the completions that a step of the engine has ended, by number. What it returns, prompts with their
+    parameters, enters the next step. So tokens alone decide what is computed together, however long ``follow`` takes.
+    The completions of these prompts are returned after the others.
+
+    Each entry must have ``logprobs=0`` or None; if any entry needs text, all must have ``flat_logprobs``. Raises
+    RuntimeError if vLLM aborts a sequence, or returns other than one log-probability a token. Whatever is raised, the
+    engine is left without requests.
     """
-    requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-    if any(parameters.detokenize for parameters in sampling):
-        outputs = llm.generate(requests, list(sampling), lora_request=lora_request, use_tqdm=False)
-        sequences = [output.outputs[0] for output in outputs]
-        completions = [Completion(list(one.token_ids), list(one.logprobs.logprobs)) for one in sequences]
-    else:
-        engine = llm.llm_engine
-        request_ids = llm.enqueue(requests, list(sampling), lora_request=lora_request, use_tqdm=False)
-        by_request = expected(request_ids)
+    engine, parameters = llm.llm_engine, list["SamplingParams"]()
+    found, number_of = dict[str, Completion](), dict[str, int]()
+    take = step_with_text if any(one.detokenize for one in sampling) else step
+
+    def add(prompts: Sequence[list[int]], sampling: "Sequence[SamplingParams]") -> None:
+        requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        names = llm.enqueue(requests, list(sampling), lora_request=lora_request, use_tqdm=False)
+        number_of.update(zip(names, itertools.count(len(number_of)), strict=False))
+        found.update(expected(names))
+        parameters.extend(sampling)
+
+    try:
+        if prompts:
+            add(prompts, sampling)
         while engine.has_unfinished_requests():
-            step(engine, by_request)
-        completions = list(by_request.values())
-    for completion in completions:
-        values, tokens = len(completion.logprobs), len(completion.ids)
-        if values != tokens:
-            raise RuntimeError(f"vLLM gave {values} log probabilities for {tokens} tokens")
-    return completions
+            ended = []
+            for name, is_cut in take(engine, found):
+                number, (ids, values) = number_of[name], found[name]
+                if parameters[number].logprobs is None:
+                    values.extend([None] * len(ids))
+                if len(values) != len(ids):
+                    raise RuntimeError(f"vLLM gave {len(values)} log probabilities for {len(ids)} tokens")
+                ended.append(Ended(number, found[name], is_cut))
+            if ended and follow is not None and (following := follow(sorted(ended))):
+                add(*zip(*following, strict=True))
+    except BaseException:
+        engine.abort_request(list(found), internal=True)
+        raise
+    return list(found.values())
 
 
 def expected(request_ids: Sequence[str]) -> dict[str, Completion]:
@@ -214,11 +275,12 @@ def expected(request_ids: Sequence[str]) -> dict[str, Completion]:
     return {request_id: Completion([], []) for request_id in request_ids}
 
 
-def step(engine: "LLMEngine", completions: Mapping[str, Completion]) -> None:
+def step(engine: "LLMEngine", completions: Mapping[str, Completion]) -> list[tuple[str, bool]]:
     """Run one step of the engine and append its tokens to ``completions``.
 
-    ``completions`` (``expected``) must hold every request that the engine works on. None of them may need text
-    (``detokenize``). The engine records no statistics of the step. Raises RuntimeError if vLLM aborts a sequence.
+    Returns the names of those that have ended, each with whether its tokens ran out. ``completions`` (``expected``)
+    must hold every request that the engine works on. None of them may need text (``detokenize``). The engine records no
+    statistics of the step. Raises RuntimeError if vLLM aborts a sequence.
     """
     outputs = engine.engine_core.get_output().outputs
     ended = []
@@ -230,9 +292,25 @@ def step(engine: "LLMEngine", completions: Mapping[str, Completion]) -> None:
         if output.finish_reason is not None:
             ended.append(output)
     if ended:
-        from vllm.v1.engine import FinishReason
-
         engine.output_processor.process_outputs(ended)
-        aborted = [output for output in ended if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)]
-        if aborted:
-            raise RuntimeError(f"vLLM gave {len(aborted)} sequences up, the first with {aborted[0].finish_reason}")
+    return _whole([(output.request_id, str(output.finish_reason)) for output in ended])
+
+
+def step_with_text(engine: "LLMEngine", completions: Mapping[str, Completion]) -> list[tuple[str, bool]]:
+    """Run one step as ``step`` does, of requests that may need text."""
+    names = {name.partition("-")[0]: name for name in completions}  # vLLM appends letters to the number it has given
+    ended = []
+    for output in engine.step():
+        if output.finished:
+            (sequence,), name = output.outputs, names[output.request_id]
+            completions[name].ids.extend(sequence.token_ids)
+            completions[name].logprobs.extend(sequence.logprobs.logprobs if sequence.logprobs is not None else ())
+            ended.append((name, str(sequence.finish_reason)))
+    return _whole(ended)
+
+
+def _whole(ended: Sequence[tuple[str, str]]) -> list[tuple[str, bool]]:
+    """Return which of the sequences that ended were cut by their length; raise RuntimeError for one given up."""
+    if given_up := [reason for _, reason in ended if reason not in ("stop", "length")]:
+        raise RuntimeError(f"vLLM gave {len(given_up)} sequences up, the first with {given_up[0]}")
+    return [(name, reason == "length") for name, reason in ended]

@@ -9,9 +9,10 @@ seed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import sampling_parameters
 from qerl_recipes.rollout.interface import Snapshot
-from qerl_recipes.rollout.sampling import Completion, Request, SeededRollouts
+from qerl_recipes.rollout.sampling import Completion, Follow, Request, SeededRollouts
 from qerl_recipes.rollout.server_link import (
     NO_NOISE,
     AnotherPolicyError,
@@ -148,38 +149,89 @@ class ServerRollouts(SeededRollouts):
         self._pushed = result
         return result
 
-    def _complete(self, requests: list[Request], profiler: AbstractContextManager[Any] | None) -> list[Completion]:
-        with self._timed(profiler):
-            completions = self._answers(dict(enumerate(requests)))
-        return [completions[i] for i in range(len(requests))]
+    def _complete(
+        self, requests: list[Request], profiler: AbstractContextManager[Any] | None, follow: Follow | None = None
+    ) -> list[Completion]:
+        with self._timed(profiler), _event_loop() as loop:
+            return self._answers(requests, follow, loop)
 
-    def _answers(self, requests: dict[int, Request]) -> dict[int, Completion]:
-        """Return the completion of each request; ask again for what a lost connection or a restart left out."""
-        completions: dict[int, Completion] = {}
-        restarts, failing_since = 0, None
-        while True:
-            assert self._pushed is not None  # begin has set it
-            watch = functools.partial(self._link.watch, self._pushed, min(WATCH, self._link.timeout / 4))
-            pending = {i: request for i, request in requests.items() if i not in completions}
-            before = len(completions)
-            failure = asyncio.run(self._client.complete(pending, completions, self._pushed.version, watch))
+    def _answers(
+        self, requests: list[Request], follow: Follow | None, loop: asyncio.AbstractEventLoop
+    ) -> list[Completion]:
+        """Return the completions of ``requests``; ask again for what a lost connection or a restart left out.
+
+        What has come is followed at once, if the server still is the one of the push. What comes together depends on
+        the server's time, as on any server. ``loop`` stands still meanwhile: a tool may run one of its own.
+        """
+        pending, completions = dict(enumerate(requests)), dict[int, Completion]()
+        asked, restarts, failing_since = len(requests), 0, None
+
+        def take(held: dict[int, Completion]) -> dict[int, Request]:
+            """Return the requests that follow ``held``, by number. Raises _Restarted."""
+            nonlocal asked
+            assert self._pushed is not None
             settled = self._link.settle(self._pushed, self._snapshot())
             if settled.instance != self._pushed.instance:
+                self._pushed = settled
+                raise _Restarted  # and what is held may lack the noise
+            completions.update(held)
+            further = follow(sorted(held.items())) if follow is not None and held else []
+            following = dict(enumerate(further, start=asked))
+            asked += len(further)
+            pending.update(following)
+            for number in held:
+                del pending[number]
+            return following
+
+        while pending:
+            assert self._pushed is not None  # begin has set it
+            watch = functools.partial(self._link.watch, self._pushed, min(WATCH, self._link.timeout / 4))
+            coming = self._client.complete(dict(pending), self._pushed.version, watch)
+            before, held, following = len(completions), dict[int, Completion](), None
+            try:
+                while isinstance(answer := loop.run_until_complete(coming.asend(following)), dict):
+                    held |= answer
+                    if follow is not None:
+                        held, following = {}, take(held)
+                take(held)
+            except _Restarted:
                 restarts += 1
                 if restarts > MOST_RESTARTS:
-                    raise self._link.lost(f"was restarted {restarts} times while it computed one rollout")
-                self._pushed, failing_since = settled, None
-                completions.clear()  # completions of the restarted server may lack the noise
+                    raise self._link.lost(f"was restarted {restarts} times while it computed one rollout") from None
+                failing_since = None
+                loop.run_until_complete(coming.aclose())
                 continue
-            if isinstance(failure, AnotherPolicyError):
-                raise failure
-            if len(completions) == len(requests):
-                return completions
-            # the server is up, and yet completions are missing: a connection broke, or it cannot compute them
+            if isinstance(answer, AnotherPolicyError):
+                raise answer
+            # the server is up, and yet completions may be missing: a connection broke, or it cannot compute them
             if len(completions) > before or failing_since is None:
                 failing_since = time.monotonic()
             elif time.monotonic() - failing_since > self._link.timeout:
-                raise self._link.lost(f"is up and does not answer ({failure})") from failure
+                raise self._link.lost(f"is up and does not answer ({answer})") from answer
+        return [completions[number] for number in range(asked)]
+
+
+class _Restarted(Exception):
+    """Report that the server was restarted, and that the policy has been pushed again."""
+
+
+@contextlib.contextmanager
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """Return an event loop; what is left in it in the end is cancelled."""
+
+    async def cancel() -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    loop = asyncio.new_event_loop()
+    try:
+        yield loop
+    finally:
+        loop.run_until_complete(cancel())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 class CompletionsClient:
@@ -209,49 +261,56 @@ class CompletionsClient:
         self._body = {**{key: value for key, value in parameters.items() if key != "max_tokens"}, **ids}
 
     async def complete(
-        self,
-        requests: Mapping[int, Request],
-        completions: dict[int, Completion],
-        version: int,
-        watch: Callable[[], Awaitable[None]],
-    ) -> Exception | None:
-        """Add to ``completions`` those of ``requests``; return the first error that left some out, or None.
+        self, requests: Mapping[int, Request], version: int, watch: Callable[[], Awaitable[None]]
+    ) -> AsyncGenerator[dict[int, Completion] | Exception | None, dict[int, Request] | None]:
+        """Yield the completions of ``requests`` that have come since, by number; what is sent in is asked as well.
 
-        The call ends early when ``watch`` ends; then some may be missing without an error. A completion of another
-        policy ``version`` is left out, and its AnotherPolicyError goes before other errors. Raises ServerRefusedError
-        if the server refuses a request, and whatever ``watch`` raises.
+        The last value is the first error that left some out, or None. The call ends early when ``watch`` ends; then
+        some may be missing without an error. A completion of another policy ``version`` is left out, and its
+        AnotherPolicyError goes before other errors. Raises ServerRefusedError if the server refuses a request, and
+        whatever ``watch`` raises.
         """
         failures: list[Exception] = []
         async with openai.AsyncOpenAI(**self.options) as client:
-
-            async def one(place: int, request: Request) -> None:
-                try:
-                    completions[place] = await self._one(client, model, request, version)
-                except (openai.APIConnectionError, openai.InternalServerError, AnotherPolicyError) as error:
-                    failures.append(error)
-                except openai.APIStatusError as error:
-                    raise ServerRefusedError(f"the server at {client.base_url} refuses a prompt: {error}") from error
-
             try:
                 model = (await client.models.list()).data[0].id
             except (openai.APIConnectionError, openai.InternalServerError) as error:
-                return error
+                yield error
+                return
             except openai.APIStatusError as error:
                 raise ServerRefusedError(f"the server at {client.base_url} does not name its model: {error}") from error
-            tasks = [asyncio.create_task(one(place, request)) for place, request in requests.items()]
-            ends: list[asyncio.Future[Any]] = [asyncio.gather(*tasks), asyncio.ensure_future(watch())]
+            numbers: dict[asyncio.Future[Any], int] = {}
+
+            def ask(requests: Mapping[int, Request]) -> None:
+                for number, request in requests.items():
+                    numbers[asyncio.ensure_future(self._one(client, model, request, version))] = number
+
+            ask(requests)
+            watching: asyncio.Future[Any] = asyncio.ensure_future(watch())
             try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                for end in ends:
-                    if end.done():
-                        end.result()  # raises its error
+                while numbers:
+                    done, _ = await asyncio.wait([*numbers, watching], return_when=asyncio.FIRST_COMPLETED)
+                    if watching in done:
+                        watching.result()  # raises its error
+                        break
+                    answered = {}
+                    for task in done:
+                        number = numbers.pop(task)
+                        try:
+                            answered[number] = task.result()
+                        except (openai.APIConnectionError, openai.InternalServerError, AnotherPolicyError) as error:
+                            failures.append(error)
+                        except openai.APIStatusError as error:
+                            refusal = f"the server at {client.base_url} refuses a prompt: {error}"
+                            raise ServerRefusedError(refusal) from error
+                    if answered:
+                        ask((yield answered) or {})
             finally:
-                for task in (*tasks, ends[1]):
+                for task in (*numbers, watching):
                     task.cancel()
-                await asyncio.gather(*tasks, *ends, return_exceptions=True)
+                await asyncio.gather(*numbers, watching, return_exceptions=True)
         # another policy is a better reason than a broken connection
-        failures.sort(key=lambda error: not isinstance(error, AnotherPolicyError))
-        return failures[0] if failures else None
+        yield min(failures, key=lambda error: not isinstance(error, AnotherPolicyError), default=None)
 
     async def _one(self, client: openai.AsyncOpenAI, model: str, request: Request, version: int) -> Completion:
         raw = await client.completions.with_raw_response.create(

@@ -1,7 +1,7 @@
 """Let TRL's trainer take several turns on the rollout engine: with tools, environments, or a rollout function.
 
-TRL resets environments, tokenizes, takes the first turn and scores. The turns after the first are those of
-``rollout.episodes``.
+TRL resets environments, tokenizes and scores. The turns are those of ``rollout.episodes``, unless a rollout function
+takes the first ones.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
 
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import Episode, Player, for_trl, in_one_type
@@ -125,11 +126,24 @@ class TurnsTrainer(GRPOTrainer):
     def _end_turns(self) -> None:
         """Do what the trainer has to do between the last turn and the score."""
 
-    def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
-        answers = super()._generate_single_turn(*given, **options)
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, **options: Any
+    ) -> Any:
+        """Return ids and log-probabilities of the first turns; with tools, the turns after them have been taken too."""
         if not self.tools:
+            answers = super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **options)
             self._turns.close()
-        return answers
+            return answers
+        tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
+        self._play([Episode(ids, own) for ids, own in zip(prompt_ids, tools, strict=True)], num_generations)
+        firsts = [(one.ids[: one.turns[0]], one.logprobs[: one.turns[0]]) for one in self._episodes]
+        return tuple(map(list, zip(*firsts, strict=True)))
+
+    def _play(self, episodes: list[Episode], num_generations: int) -> None:
+        profiler = profiling_context(self, "vLLM.generate")
+        self._tool_seconds += self._player.play(episodes, num_generations, profiler)
+        self._turns.close()
+        self._episodes = episodes
 
     def _calculate_rewards(self, inputs: Any, *others: Any) -> torch.Tensor:
         if self._tool_masks is not None:
@@ -139,11 +153,12 @@ class TurnsTrainer(GRPOTrainer):
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *images: Any
     ) -> tuple[Any, ...]:
-        tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
-        rows = zip(prompt_ids, completion_ids, logprobs, completions, tools, strict=True)
-        self._episodes = [Episode(*row) for row in rows]
-        self._tool_seconds += self._player.play(self._episodes)
-        self._turns.close()
+        if self.rollout_func is not None:  # it has taken the first turns
+            tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
+            episodes = [Episode(ids, own) for ids, own in zip(prompt_ids, tools, strict=True)]
+            for episode, ids, values, (turn,) in zip(episodes, completion_ids, logprobs, completions, strict=True):
+                episode.take(ids, values, turn)
+            self._play(episodes, 1)
         if self.log_completions:
             self._log_completion_extra("turns", [episode.table() for episode in self._episodes])
         return for_trl(self._episodes)

@@ -1,4 +1,5 @@
 import itertools
+import random
 import re
 import time
 from collections import Counter
@@ -15,10 +16,11 @@ from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout import engine as engine_module
+from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
 from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.rollout.interface import Snapshot, Turn
-from qerl_recipes.rollout.sampling import Request
+from qerl_recipes.rollout.sampling import Completion, Request
 from qerl_recipes.tasks import running_sum
 from qerl_vllm_plugin.compat.scheduler import BlockRoom, scheduler_here
 from qerl_vllm_plugin.worker.kv_cache import KVCacheError
@@ -185,8 +187,8 @@ def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_
 
     def generate(**settings):
         engine, outputs = start_engine(16, **settings), []
-        answer = engine.llm.generate
-        monkeypatch.setattr(engine.llm, "generate", lambda *a, **o: outputs.extend(answer(*a, **o)) or outputs)
+        step = engine.llm.llm_engine.step
+        monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (new := step(), outputs.extend(new))[0])
         try:
             engine.begin(0, None)
             return engine.generate(PROMPTS, None, 4)[1], [output.outputs[0].text for output in outputs]
@@ -194,7 +196,7 @@ def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_
             engine.close()
 
     free, texts = generate()
-    assert not texts  # ``LLM.generate``, which would make text, is not called
+    assert not texts  # vLLM's own step, which would make text, is not taken
     word = Counter("".join(TOKENIZER.batch_decode(free, skip_special_tokens=True))).most_common(1)[0][0]
     stopped, texts = generate(generation_kwargs={"stop": [word]})
     assert any(texts) and word not in "".join(texts)
@@ -229,6 +231,13 @@ def counted(start_engine):
         engine.close()
 
 
+def take(engine, turns):
+    """Return what each of ``turns`` brings; nothing follows."""
+    found = {}
+    engine.play(turns, lambda ended: found.update((turn.place, Completion(*answer)) for turn, answer in ended) or ())
+    return [found[turn.place] for turn in turns]
+
+
 def test_turns_of_one_batch_keep_the_cache_and_their_tokens(counted):
     engine, steps = counted
     engine.begin(0, None)
@@ -237,7 +246,7 @@ def test_turns_of_one_batch_keep_the_cache_and_their_tokens(counted):
         drawn = engine.generate(prompts, None, 4)[1]
         before, tokens = len(steps), engine.tokens
         asked = [Turn([*prompts[row], *drawn[row], 9], row, 1, most) for row, most in ((2, 3), (5, 40))]
-        first, again = engine.turn(asked), engine.turn(asked)
+        first, again = take(engine, asked), take(engine, asked)
     assert len(first[0].ids) == 3 and 8 <= len(first[1].ids) <= 40
     assert first == again, "the seed is of place and number alone"
     assert engine.tokens == tokens + 2 * sum(len(one.ids) for one in first)
@@ -258,7 +267,7 @@ def test_an_episode_of_six_turns_computes_its_tokens_once(is_emptied, counted):
             if number == 0:
                 (drawn,) = engine.generate([history], None, 1)[1]
             else:
-                ((drawn, _),) = engine.turn([Turn(history, 0, number, 9)])
+                ((drawn, _),) = take(engine, [Turn(history, 0, number, 9)])
             computed = len(history) + len(drawn) - 1  # not the token that was sampled last
             expected += computed - cached
             cached = computed // 32 * 32
@@ -415,11 +424,10 @@ def test_a_regular_expression_of_the_recipe_binds_every_completion(engine, monke
 
 def test_ranks_of_one_engine_have_different_numbers_of_turns(engine, monkeypatch):
     theirs = [Request(PROMPTS[0], seed, 4) for seed in range(3)]
-    waiting = [[*theirs, "ours"], theirs[:1], []]  # what all ranks ask for: the others go on after this one
+    waiting = [theirs, theirs[:1], []]  # what the other rank asks for: it goes on after this one
 
     def gather(gathered, own, group):
-        asked = waiting.pop(0)
-        gathered[:] = [asked[:3], own] if asked[3:] else [asked, own]
+        gathered[:] = [(waiting.pop(0), False), own]
 
     engine.begin(0, None)
     with engine.episodes():
@@ -429,15 +437,139 @@ def test_ranks_of_one_engine_have_different_numbers_of_turns(engine, monkeypatch
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
-    computed, compute = [], engine._compute
-    monkeypatch.setattr(engine, "_compute", lambda requests: computed.append(requests) or compute(requests))
+    computed, generate = [], sampling.generate
+    monkeypatch.setattr(sampling, "generate", lambda llm, asked, *o: computed.append(asked) or generate(llm, asked, *o))
     engine.begin(0, None)
     with engine.episodes():
         assert engine.generate(PROMPTS[:1], None, 4)[1] == alone[1]
-    assert [len(requests) for requests in computed] == [4, 1] and not waiting
+    assert [len(prompts) for prompts in computed] == [4, 1] and not waiting
     waiting.append(theirs)
     with pytest.raises(KeyError), engine.episodes():
         raise KeyError("the rank that fails waits for nobody")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_one_engine_go_on_together(engine, rank, monkeypatch):
+    """Check that both ranks take the turns of both, whoever asks for them, and each gets its own."""
+    theirs = [[Request(PROMPTS[1], seed, 4) for seed in range(3)], [Request(PROMPTS[1], 9, 2)]]
+    asked, own = [], []
+
+    def gather(gathered, given, group):
+        asked.append(given[0])
+        others = (theirs.pop(0) if theirs else [], False)
+        gathered[:] = [others, given] if rank else [given, others]
+
+    engine.begin(0, None)
+    turns = [Turn(PROMPTS[row], row, 0, 3 + row) for row in (0, 1)]
+
+    def go_on(ended):
+        own.extend((turn.place, turn.number, len(answer[0])) for turn, answer in ended)
+        return [Turn([*turn.tokens, *answer[0]], turn.place, 1, 5) for turn, answer in ended if turn.number == 0]
+
+    monkeypatch.setattr(engine, "_sampling", {**engine._sampling, "ignore_eos": True})
+    monkeypatch.setattr(engine, "_tensor_parallel_group", "of two")
+    monkeypatch.setattr(engine, "_tensor_parallel", 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    with engine.episodes():
+        engine.play(turns, go_on, 4)
+    assert own == [(0, 0, 3), (1, 0, 4), (0, 1, 5), (1, 1, 5)] and not theirs
+    assert [len(requests) for requests in asked[:3]] == [2, 1, 1] and asked[-1] == []
+
+
+def lengths_of(turns, episodes=64):
+    """Return unequal lengths of the turns of each episode: most are short, some are of up to 24 tokens."""
+    dice = random.Random(0)
+    return [[min(24, 2 + int(dice.expovariate(0.2))) for _ in range(turns)] for _ in range(episodes)]
+
+
+@pytest.fixture(scope="module")
+def endless(start_engine):
+    """Return an engine whose turns end with their tokens, and what it has scheduled in each step."""
+    engine, steps = start_engine(64, generation_kwargs={"ignore_eos": True}, vllm_max_model_length=192), []
+    scheduler = scheduler_here(engine.llm)
+    with pytest.MonkeyPatch.context() as patched:
+        schedule = scheduler.schedule
+
+        def noted(*given, **named):
+            scheduled = schedule(*given, **named)
+            steps.append(sorted(scheduled.num_scheduled_tokens.values()))
+            return scheduled
+
+        patched.setattr(scheduler, "schedule", noted)
+        yield engine, steps
+        engine.close()
+
+
+def played(endless, lengths, goes_on=True):
+    """Play episodes with turns of these lengths, each followed by two tokens of a tool; return steps and tokens.
+
+    Unless ``goes_on``, all episodes take a turn together.
+    """
+    engine, steps = endless
+    engine.begin(0, None)
+    steps.clear()
+    histories = [[5 + row % 9, 7, 9] for row in range(len(lengths))]
+
+    def turn(place, number):
+        return Turn(histories[place], place, number, lengths[place][number])
+
+    def go_on(ended):
+        assert ended == sorted(ended, key=lambda one: one[0].place), "tools are called in order of place"
+        for one, (ids, _) in ended:
+            assert len(ids) == one.most
+            histories[one.place] = [*histories[one.place], *ids, 3, 4]
+        following = [(one.place, one.number + 1) for one, _ in ended]
+        return [turn(*one) for one in following if one[1] < len(lengths[one[0]])] if goes_on else []
+
+    with engine.episodes():
+        turns = [turn(place, 0) for place in range(len(lengths))]
+        engine.play(turns, go_on, 4)
+        for number in range(1, len(lengths[0])) if not goes_on else ():
+            engine.play([turn(place, number) for place in range(len(lengths))], go_on)
+    return [step for step in steps if step], histories
+
+
+def test_64_episodes_of_unequal_turns_take_the_steps_of_one_turn(endless):
+    """Check the steps beside those of one turn with as many tokens, and those of episodes that wait for each other."""
+    lengths = lengths_of(6)
+    whole, _ = played(endless, [[sum(turns)] for turns in lengths])
+    steps, histories = played(endless, lengths)
+    waiting, same = played(endless, lengths, goes_on=False)
+    assert 0 <= len(whole) - max(map(sum, lengths)) <= 1
+    assert len(steps) <= 1.15 * len(whole) < 1.5 * len(whole) < len(waiting)
+    assert histories == same, "what is sampled depends on place and turn alone"
+
+
+def test_what_is_computed_together_follows_from_tokens_alone(endless):
+    lengths = lengths_of(3, episodes=16)
+    first, again = played(endless, lengths), played(endless, lengths)
+    assert first == again
+
+
+def test_an_error_between_turns_leaves_nothing_in_the_engine(endless):
+    engine, _ = endless
+    lengths = lengths_of(2, episodes=4)
+
+    def go_on(ended):
+        raise KeyError("a tool")
+
+    with pytest.raises(KeyError, match="a tool"), engine.episodes():
+        engine.play([Turn([5, 7, 9], place, 0, most) for place, (most, _) in enumerate(lengths)], go_on, 4)
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    played(endless, lengths)
+
+
+def test_tools_draw_as_if_there_were_no_engine(endless):
+    engine, _ = endless
+    torch.manual_seed(3)
+    alone = torch.rand(6)
+    torch.manual_seed(3)
+    drawn, turns = [], [Turn([5, 7, 9], place, 0, 2 + place) for place in range(3)]
+    with engine.episodes():
+        engine.play(turns, lambda ended: drawn.append(torch.rand(2)) or (), 4)
+    assert torch.equal(torch.cat(drawn), alone)
 
 
 def test_images_are_refused(engine):
@@ -512,7 +644,7 @@ def test_an_engine_stays_awake_for_all_turns_of_a_batch(sleepy):
     with engine.episodes():
         (ids, *_), *_ = engine.generate(PROMPTS, None, 4)
         for number in (1, 2):
-            engine.turn([Turn(ids, 0, number, 4)])
+            take(engine, [Turn(ids, 0, number, 4)])
     assert events == ["generate"] * 3 + ["release"]
     with engine.episodes():
         pass

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import queue
 import threading
 import time
 import warnings
@@ -19,23 +20,33 @@ MEGABYTES = "7" * 10_000_000
 
 
 class Scripted:
-    """Answer each turn with the next line of a script, as far as the turn's tokens reach."""
+    """Answer each turn with the next line of a script, as far as the turn's tokens reach.
 
-    def __init__(self, *lines, longest=64):
-        self.longest, self.lines, self.asked = longest, list(lines), []
+    ``ends`` holds the places whose turns end at each step; without it all that are open end together.
+    """
 
-    def turn(self, turns):
-        self.asked.append(turns)
-        said = [calling.ids(self.lines.pop(0))[: turn.most] for turn in turns]
-        return [(ids, [-1.5] * len(ids)) for ids in said]
+    def __init__(self, *lines, longest=64, ends=()):
+        self.longest, self.lines, self.asked, self.ends = longest, list(lines), [], list(ends)
+
+    def play(self, turns, go_on, num_generations, profiler):
+        open_ones = {}
+        while turns or open_ones:
+            if turns:
+                self.asked.append(turns)
+            open_ones |= {turn.place: (turn, calling.ids(self.lines.pop(0))[: turn.most]) for turn in turns}
+            ended = [open_ones.pop(place) for place in (self.ends.pop(0) if self.ends else sorted(open_ones))]
+            turns = go_on([(turn, (ids, [-1.5] * len(ids))) for turn, ids in ended])
 
 
 def episode(said, **tools):
-    """Return an episode whose first turn is ``said``."""
-    ids, prompt = calling.ids(said), calling.ids("<user>1+2=<assistant>")
-    message = episodes.parse_response(TOKENIZER, ids, prefix=prompt, tools=[calling.double])
+    """Return an episode whose first turn is ``said``; without it, that is still to come."""
+    ids, prompt = calling.ids(said or ""), calling.ids("<user>1+2=<assistant>")
     documented = {name: functools.wraps(calling.double)(functools.partial(tool)) for name, tool in tools.items()}
-    return Episode(prompt, ids, [-1.0] * len(ids), [message], documented)
+    made = Episode(prompt, documented)
+    if said is not None:
+        message = episodes.parse_response(TOKENIZER, ids, prefix=prompt, tools=[calling.double])
+        made.take(ids, [-1.0] * len(ids), message)
+    return made
 
 
 def play(engine, *begun, tokens=48, turns=9, **limits):
@@ -205,6 +216,69 @@ def test_a_tools_timer_is_its_own(monkeypatch):
     play(Scripted("8<eos>"), one, tool_seconds=5.0)
     assert one.failures == 0 and one.messages[1]["content"] == "7"
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before
+
+
+def places_of(engine):
+    return [[(turn.place, turn.number) for turn in turns] for turns in engine.asked]
+
+
+def test_no_episode_waits_for_another():
+    """Check that what ends together is answered by place, and goes on at once beside the others."""
+    called = []
+
+    def double(number):
+        called.append(number)
+        return 2 * number
+
+    lines = ["{double 3}", "{double 1}", "{double 2}", "{double 0}", "7<eos>", "9<eos>", "8<eos>"]
+    engine = Scripted(*lines, ends=[[0, 2], [0], [1], [0, 1, 2]])
+    short, *_ = begun = [episode(None, double=double) for _ in range(3)]
+    play(engine, *begun, tokens=20)
+    assert places_of(engine) == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2)], [(1, 1)]]
+    assert called == [3, 2, 0, 1] and [len(one.turns) for one in begun] == [3, 2, 2]
+    assert [turn.most for turn in engine.asked[0]] == [20] * 3
+    assert short.ids == calling.ids("{double 3}<tool>6<assistant>{double 0}<tool>0<assistant>9<eos>")
+
+
+@pytest.mark.parametrize("answers", ["at once", "when it is waited for"])
+def test_async_tools_are_waited_for_by_count_and_not_by_time(answers, loop, monkeypatch):
+    """Check that episodes stand aside until they are a quarter of those that go on, however long a tool takes."""
+    waits, running, waited = threading.Event(), queue.SimpleQueue(), []
+
+    async def tool(number):
+        if answers != "at once":
+            await asyncio.to_thread(waits.wait, PATIENCE)
+        running.put(number)
+        return number
+
+    class Watched(Player):
+        def _call(self, episode):
+            called = super()._call(episode)
+            if answers == "at once":
+                running.get(timeout=PATIENCE)
+            return called
+
+        def _wait(self, several):
+            waited.append(len(several))
+            waits.set()
+            super()._wait(several)
+
+    ends = [[5], [0], [6], [1], [2, 3, 4, 7]]
+    engine = Scripted(*["{double 1}"] * 8, *["7<eos>"] * 8, ends=ends)
+    Watched(engine, TOKENIZER, {}, 20, 9, loop=loop).play([episode(None, double=tool) for _ in range(8)])
+    asked = [[place for place, _ in turns] for turns in places_of(engine)]
+    assert asked == [list(range(8)), [0, 5], [1, 6], [2, 3, 4, 7]] and waited == [2, 2, 4]
+
+
+def test_an_episode_that_stood_aside_goes_on_when_the_others_have_ended(loop):
+    async def tool(number):
+        return number
+
+    lines = ["{double 1}", *["7{double 2}"] * 4, "9"]
+    begun = [episode(None, double=tool), *(episode(None, double=calling.double) for _ in range(4))]
+    engine = Scripted(*lines, ends=[[0, 1, 2, 3, 4]])
+    play(engine, *begun, tokens=5, loop=loop)  # the others have no room for another turn
+    assert [len(one.turns) for one in begun] == [2, 1, 1, 1, 1] and begun[0].messages[1]["content"] == "1"
 
 
 def test_async_tools_of_all_episodes_run_at_once(loop):

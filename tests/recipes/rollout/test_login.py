@@ -79,15 +79,14 @@ def nothing_of_it(text: object) -> bool:
 
 def test_completions_are_requested_in_the_users_name(proxy: str) -> None:
     plain = proxy.replace(f"{LOGIN}@", "")
-    completions: dict[int, Completion] = {}
 
-    def complete(password: str) -> Exception | None:
+    async def complete(password: str) -> list[Any]:
         client = CompletionsClient(plain, None, {}, 1.0, ("user", password))
-        return asyncio.run(client.complete({0: Request([5], 1, 1)}, completions, 3, lambda: asyncio.sleep(60)))
+        return [one async for one in client.complete({0: Request([5], 1, 1)}, 3, lambda: asyncio.sleep(60))]
 
     with pytest.raises(ServerRefusedError, match="does not name its model: Error code: 401"):
-        complete("another")
-    assert complete("se/cret") is None and completions == {0: Completion([7], [-1.0])}
+        asyncio.run(complete("another"))
+    assert asyncio.run(complete("se/cret")) == [{0: Completion([7], [-1.0])}, None]
 
 
 def test_the_line_to_a_server_says_who_it_is_to_the_server_alone(

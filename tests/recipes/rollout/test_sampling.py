@@ -81,9 +81,44 @@ def test_only_the_sampled_tokens_log_probability_is_taken(llm: Any) -> None:
     assert sampling.generate(llm, PROMPTS, parameters(logprobs=3), None) == alone
 
 
-def test_a_token_without_a_log_probability_is_an_error(llm: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"vLLM gave 0 log probabilities for \d+ tokens"):
-        sampling.generate(llm, PROMPTS, parameters(logprobs=None, flat_logprobs=False), None)
+def test_a_token_without_a_log_probability_is_an_error(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm.llm_engine.engine_core
+    get_output = core.get_output
+
+    def without() -> Any:
+        outputs = get_output()
+        for one in outputs.outputs:
+            one.new_logprobs = None
+        return outputs
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "get_output", without)
+        with pytest.raises(RuntimeError, match=r"vLLM gave 0 log probabilities for \d+ tokens"):
+            sampling.generate(llm, PROMPTS, parameters(), None)
+    assert not llm.llm_engine.has_unfinished_requests()
+    asked_for_none = sampling.generate(llm, PROMPTS, parameters(logprobs=None, flat_logprobs=False), None)
+    assert [{*one.logprobs} for one in asked_for_none] == [{None}] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("needs_text", [False, True])
+def test_what_follows_enters_the_next_step_in_order(llm: Any, needs_text: bool) -> None:
+    """Check a text's own way too: whatever ends together is followed together, by number, and numbered on."""
+    ended: list[list[tuple[int, bool]]] = []
+    keys: dict[str, Any] = {"stop_token_ids": [], "ignore_eos": True, "top_k": 12, "logprobs": 0, "flat_logprobs": True}
+
+    def asked(number: int, tokens: int) -> tuple[list[int], SamplingParams]:
+        return PROMPTS[number], SamplingParams(max_tokens=tokens, seed=number, detokenize=needs_text, **keys)
+
+    def follow(now: list[sampling.Ended]) -> list[Any]:
+        ended.append([(one.number, one.is_cut) for one in now])
+        return [asked(one.number, 2) for one in now if one.number < 3]
+
+    first = [asked(0, 3), asked(1, 9), asked(2, 3), asked(3, 9)]
+    prompts, given = zip(*first, strict=True)
+    found = sampling.generate(llm, prompts, given, None, follow)
+    assert ended == [[(0, True), (2, True)], [(4, True), (5, True)], [(1, True), (3, True)], [(6, True)]]
+    assert [len(one.ids) for one in found] == [3, 9, 3, 9, 2, 2, 2]
+    assert found == sampling.generate(llm, prompts, given, None) + found[4:]
 
 
 def output(name: str, ids: list[int], values: list[float], reason: FinishReason | None = None) -> EngineCoreOutput:

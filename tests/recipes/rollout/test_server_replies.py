@@ -1,5 +1,6 @@
 """Test how a run handles a server's state and its replies, without a server."""
 
+import asyncio
 import re
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from accelerate import PartialState
 from qerl_recipes.recipe.checks import IN_A_REQUEST
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout import server
-from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.interface import Snapshot, Turn
 from qerl_recipes.rollout.sampling import Completion
 from qerl_recipes.rollout.server import Request, read
 from qerl_recipes.rollout.server_link import AnotherPolicyError, Needs, Pushed, ServerLostError, ServerRefusedError
@@ -122,7 +123,7 @@ def ask(monkeypatch, tmp_path):
     """Return ask(reply), which returns the completions of a rollout.
 
     For each request, ``reply(line, places)`` returns the answers by place and what failed. ``ask.places`` are the
-    places asked for, and ``ask.clock`` is the time of the rollouts.
+    places asked for, and ``ask.clock`` is the time of the rollouts. With ``go_on`` they are turns.
     """
     monkeypatch.setattr(server, "ServerLink", Line)
     training = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, num_generations=4)
@@ -131,16 +132,22 @@ def ask(monkeypatch, tmp_path):
     rollouts = server.ServerRollouts("base", training, **options)
     rollouts.begin(0, None)
 
-    def call(reply):
-        async def one_request(requests, completions, version, watch):
-            call.places.append(list(requests))
-            assert len(call.places) < 20, "for ever"
-            replies, failure = reply(rollouts._link, list(requests))
-            completions.update({place: Completion(ids, [-1.0] * len(ids)) for place, ids in replies.items()})
-            return failure
+    def call(reply, go_on=None):
+        async def one_request(requests, version, watch):
+            further = requests
+            while further:
+                call.places.append(list(further))
+                assert len(call.places) < 20, "for ever"
+                replies, failure = reply(rollouts._link, list(further))
+                answered = {place: Completion(ids, [-1.0] * len(ids)) for place, ids in replies.items()}
+                further = (yield answered) if answered else {}
+            yield failure
 
         monkeypatch.setattr(rollouts._client, "complete", one_request)
-        return rollouts.generate(prompts=PROMPTS, images=None, num_generations=4)[1]
+        if go_on is None:
+            return rollouts.generate(prompts=PROMPTS, images=None, num_generations=4)[1]
+        with rollouts.episodes():
+            rollouts.play([Turn(ids, place, 0, 9) for place, ids in enumerate(PROMPTS)], go_on, 4)
 
     call.places, call.clock = [], 0.0
     monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: call.clock))
@@ -166,6 +173,38 @@ def test_completions_from_before_a_restart_are_not_taken(ask):
 
     assert ask(reply) == [[2]] * 4
     assert ask.places == [[0, 1, 2, 3]] * 2
+
+
+def test_turns_that_have_been_followed_are_not_asked_again(ask):
+    """Check a restart under the turns of episodes: what came before is taken, and its tools have been called."""
+    taken = []
+
+    def go_on(ended):
+        taken.extend((turn.place, turn.number, ids) for turn, (ids, _) in ended)
+        return [Turn([*turn.tokens, *ids], turn.place, 1, 9) for turn, (ids, _) in ended if turn.number == 0]
+
+    def reply(line, numbers):
+        if numbers == [4] and line.starts == 0:  # the later turn of what came first
+            line.restart()
+            return {4: [8]}, None
+        return {number: [number] for number in (numbers if line.starts else numbers[:1])}, None
+
+    ask(reply, go_on)
+    assert ask.places == [[0, 1, 2, 3], [4], [1, 2, 3, 4], [5, 6, 7]]
+    assert taken == [(0, 0, [0]), (0, 1, [4]), *((n, 0, [n]) for n in (1, 2, 3)), *((n - 4, 1, [n]) for n in (5, 6, 7))]
+
+
+def test_tools_may_run_a_loop_of_their_own(ask):
+    seen = []
+
+    async def look():
+        seen.append(asyncio.get_running_loop())
+
+    def reply(line, numbers):
+        return {number: [7] for number in numbers}, None
+
+    ask(reply, lambda ended: asyncio.run(look()) or ())
+    assert len(seen) == 1
 
 
 def test_the_timeout_is_counted_from_the_last_answer(ask):

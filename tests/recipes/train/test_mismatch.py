@@ -239,7 +239,7 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
 
 @pytest.mark.parametrize("kind", ["tools", "environment", "environments", "environment without data"])
 def test_prompts_are_those_that_the_policy_sees(kind, write_recipe, make_nvfp4, tmp_path, monkeypatch, capfd):
-    from qerl_recipes.rollout.sampling import SeededRollouts
+    from qerl_recipes.rollout.engine import VLLMRollouts
 
     keys = calling.recipe_keys(make_nvfp4("qwen2"), tmp_path)
     if kind != "tools":
@@ -251,13 +251,13 @@ def test_prompts_are_those_that_the_policy_sees(kind, write_recipe, make_nvfp4, 
         keys["environments"] = {"walk": "calling.Walk"}
     if kind == "environment without data":
         keys |= {"dataset_name": None, "reward_funcs": []}
-    asked, generate = [], SeededRollouts.generate
+    asked, complete = [], VLLMRollouts._complete
 
-    def noted(engine, prompts, *others, **named):
-        asked.append({tuple(ids) for ids in prompts})
-        return generate(engine, prompts, *others, **named)
+    def noted(engine, requests, *others):
+        asked.append({tuple(request.prompt) for request in requests})
+        return complete(engine, requests, *others)
 
-    monkeypatch.setattr(SeededRollouts, "generate", noted)
+    monkeypatch.setattr(VLLMRollouts, "_complete", noted)
     # transformers would read it as Qwen2's own, which does not know its tokens
     monkeypatch.setattr(prompts, "tokenizer", lambda *given, **more: calling.tokenizer())
     recipe = write_recipe(**{"reward_funcs": ["digit_rewards.digits"], **keys}, max_steps=1, dtype="float32")

@@ -80,8 +80,11 @@ def test_turns_are_those_of_trls_own_loop(calls, tokens, train, monkeypatch):
     def both(trainer, *given):
         longest = SimpleNamespace(model_config=SimpleNamespace(max_model_len=trainer.vllm_generation.longest))
         trainer.vllm_generation.llm = SimpleNamespace(llm_engine=longest)  # where TRL looks
-        expected = GRPOTrainer._tool_call_loop(trainer, *copy.deepcopy(given))
-        compared.append((ours(trainer, *given), expected))
+        found = ours(trainer, *given)  # played before the first turns were given to TRL
+        with monkeypatch.context() as patched:
+            patched.setattr(TurnsTrainer, "_generate_single_turn", GRPOTrainer._generate_single_turn)
+            expected = GRPOTrainer._tool_call_loop(trainer, *copy.deepcopy(given))
+        compared.append((found, expected))
         return compared[-1][0]
 
     monkeypatch.setattr(TurnsTrainer, "_tool_call_loop", both)
@@ -115,13 +118,13 @@ def test_promise_06_engine_and_trainer_agree_over_turns(leaks, make_trainer, mak
     noise = {"noise_mode": "both", "sigma_start": 0.1, "sigma_end": 0.1, "num_stages": 1, "max_steps": 2}
     settings = {"max_completion_length": 40, "generation_kwargs": {"stop_token_ids": calling.ENDS}, **noise}
     trainer = make_trainer(make_nvfp4("qwen2"), turns=TOOLS, max_tool_calling_iterations=3, **settings)
-    generate, swap, events = trainer.vllm_generation.turn, trainer.vllm_generation.policy.swap, []
-    monkeypatch.setattr(trainer.vllm_generation, "turn", lambda turns: events.append("turn") or generate(turns))
+    play, swap, events = trainer.vllm_generation.play, trainer.vllm_generation.policy.swap, []
+    monkeypatch.setattr(trainer.vllm_generation, "play", lambda *given: events.append("play") or play(*given))
     monkeypatch.setattr(trainer.vllm_generation.policy, "swap", lambda *a, **k: events.append("swap") or swap(*a, **k))
     trainer.train()
     records = read_metrics(trainer)
     assert [record["noisy_norms"] for record in records] == [0, 4]
-    assert events[:2] == ["swap", "turn"] and events.count("swap") == 2 < events.count("turn"), "one policy a rollout"
+    assert events == ["swap", "play"] * 2, "one policy a rollout"
     assert all(1 < record["turns"] < 4 and record["tool_calls"] > 0 for record in records)
     mismatch = [record["logp_diff_mean"] for record in records]
     assert min(mismatch) > 1 if leaks else max(mismatch) < 0.05
@@ -234,11 +237,15 @@ def test_turns_have_ended_when_processes_gather(kind, train):
         trainer.accelerator.gather = lambda own: held.append(("gather", engine._seeds._is_held)) or gather(own)
 
     train(in_turn("{double 4}<eos>", "7<eos>"), turns, before=watch)
-    assert set(held) == {("turn", True), ("gather", False)} and held.count(("turn", True)) == 2
+    assert set(held) == {("turn", True), ("gather", False)} and held.count(("turn", True)) == (
+        1 if kind == "tools" else 2
+    )
 
 
-def test_promise_08_turns_resume_to_the_same_bits(train, read_metrics, tmp_path):
-    saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+@pytest.mark.parametrize("kind", [scripted_rollouts.NAME, "vllm"])
+def test_promise_08_turns_resume_to_the_same_bits(kind, train, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "rollout_engine": kind}
+    saves |= {"generation_kwargs": {"stop_token_ids": calling.ENDS}}  # the model is random
     whole, records = train(None, **saves)
     folder = f"{whole.args.output_dir}/checkpoint-1"
     resumed, rest = train(None, output_dir=str(tmp_path / "resumed"), checkpoint=folder, **saves)
@@ -418,7 +425,7 @@ def test_a_row_of_an_unknown_environment_is_refused(train):
 
 
 def test_an_engine_of_one_turn_is_refused_by_name(train, monkeypatch):
-    monkeypatch.delattr(scripted_rollouts.SeededRollouts, "turn")
+    monkeypatch.delattr(scripted_rollouts.SeededRollouts, "play")
     with pytest.raises(ValueError, match=r"engine ScriptedRollouts takes one .* use rollout_engine: vllm"):
         train(drawn)
 
@@ -455,6 +462,20 @@ def test_a_rollout_function_takes_the_place_of_the_turns(train):
     with trainer.vllm_generation.episodes():
         again = trainer.vllm_generation._seeds.draw(0, 8, 4)
         assert [*again, *(trainer.vllm_generation._seeds.of(place, 1) for place in range(8))] == seeds
+
+
+def test_tools_go_on_from_what_a_rollout_function_has_sampled(train):
+    def asks_once(prompts, trainer):
+        ids = [calling.ids(f"<user>{prompt[0]['content']}<assistant>") for prompt in prompts]
+        _, said, logprobs, _ = trainer.vllm_generation.generate(ids, None, trainer.num_generations)
+        flat = [[each[0] for each in row] for row in logprobs]
+        return {"prompt_ids": ids, "completion_ids": said, "logprobs": flat}
+
+    trainer, (record,) = train(in_turn("{double 4}<eos>", "7<eos>"), {**TOOLS, "rollout_func": asks_once})
+    assert (record["turns"], record["tool_calls"]) == (2.0, 1.0)
+    first, second = trainer.vllm_generation.asked
+    assert all(late.prompt[: len(early.prompt)] == early.prompt for early, late in zip(first, second, strict=True))
+    assert len({request.seed for request in [*first, *second]}) == 16
 
 
 def test_a_rollout_function_that_leaves_something_out_is_refused(train):
