@@ -38,21 +38,25 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 # --no-deps: the lock file is complete; torchvision, torchaudio and torchcodec would break a CPU torch and are left out.
-# torch comes from where pip finds this build, else from PyTorch's own CPU index; uv installs the rest in seconds, and
-# pip does in minutes where there is no uv. What all cores compile here, no first command has to compile. NOT_COMPILED is
-# what no command imports, or few files of: 40 % of all. torch keeps one file for a newer Python, so that a file which
-# does not compile is no fault.
+# torch comes from where pip finds this build, else from PyTorch's own CPU index; beside it uv installs the rest, or pip
+# where there is no uv. What all cores compile here, no first command has to compile. NOT_COMPILED is what no command
+# imports, or few files of: half of all. torch keeps one file for a newer Python, so that a file which does not compile
+# is no fault.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
-NOT_COMPILED := /tests/|/transformers/models/|/vllm/model_executor/models/|/pygments/lexers/
-NOT_COMPILED := $(NOT_COMPILED)|-packages/(anthropic|debugpy|fontTools|mypyc?|numba|pip|reasoning_gym|sentry_sdk)/
+NOT_COMPILED := /(tests|testing/_internal|benchmarks|cli|_cli|lexers|distutils)/|/torch/_vendor/|/trl/experimental/
+NOT_COMPILED := $(NOT_COMPILED)|/(transformers|vllm|vllm/model_executor)/(models|pipelines)/|/lighteval/(models|tasks/tasks)/
+NOT_COMPILED := $(NOT_COMPILED)|/sympy/(combinatorics|crypto|parsing|physics|stats|vector)/|/sklearn/(cluster|ensemble)/
+NOT_COMPILED := $(NOT_COMPILED)|-packages/(anthropic|debugpy|dns|fontTools|git|mypyc?|numba|pip|reasoning_gym)/
+NOT_COMPILED := $(NOT_COMPILED)|-packages/(sentry_sdk|supervisor|tensorboard|werkzeug)/
 TORCH := $(shell grep '^torch==' requirements-cpu.lock)
 
 $(VENV)/.ready: requirements-cpu.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)'
-	{ $(PIP) uv && $(UV) -r requirements-cpu.lock; } || $(PIP) -r requirements-cpu.lock
-	$(PIP) --no-build-isolation -e .
+	grep -v '^torch==' requirements-cpu.lock > $(VENV)/others.lock
+	{ $(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)'; } & torch=$$!; \
+	{ { $(PIP) uv && $(UV) -r $(VENV)/others.lock; } || $(PIP) -r $(VENV)/others.lock; } && wait $$torch
+	$(UV) --no-build-isolation -e . || $(PIP) --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.compiled: $(VENV)/.ready
