@@ -1,6 +1,7 @@
 """Test engines whose workers are other processes: one worker, and two that share the model (tensor or pipeline
 parallelism)."""
 
+import functools
 import json
 import sys
 from typing import NamedTuple
@@ -40,6 +41,13 @@ def drive(case, prompts):
     from qerl_vllm_plugin.policy import Policy
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case["own_core"]))
+    if case["ranks"] > 1 and not case["own_core"]:  # start each worker as usual, but import vLLM once for both
+        import multiprocessing
+
+        from vllm.v1.executor import multiproc_executor
+
+        multiprocessing.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"])
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("forkserver")
     llm = LLM(
         model=case["source"], quantization="qerl_nvfp4", enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
         num_gpu_blocks_override=64, tensor_parallel_size=case["ranks"], pipeline_parallel_size=case["stages"],
@@ -142,18 +150,19 @@ def adapters(folders, reference, make_adapter, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(boot, folders, adapters, lora_options, measure):
-    """Return the answers of engines in this process."""
-    found = {}
-    for heads, folder in folders.items():
-        engine = boot(folder, **lora_options)
+    """alone(kv_heads) returns the answers of an engine in this process."""
+
+    @functools.cache
+    def answers(heads):
+        engine = boot(folders[heads], **lora_options)
         policy = Policy(engine)
-        answers = found[heads] = {"base": measure.engine(engine, policy.request)}
+        found = {"base": measure.engine(engine, policy.request)}
         policy.swap_folder(adapters[heads])
-        answers["adapter"] = measure.engine(engine, policy.request)
+        found["adapter"] = measure.engine(engine, policy.request)
         policy.set_noise(0.05, seed=3, rollout=4)
-        answers["noise"] = measure.engine(engine, policy.request)
-        answers["norms"] = policy.state(digest=True).norms
-    return found
+        return {**found, "noise": measure.engine(engine, policy.request), "norms": policy.state(digest=True).norms}
+
+    return answers
 
 
 def drive(cases, measure, run_process, tmp_path, before=""):
@@ -201,7 +210,7 @@ def test_workers_in_other_processes_serve_the_same_policy(
     }
     found = drive(cases, measure, run_process, tmp_path)
     for name, case in chosen.items():
-        assert_same_policy(found[name], alone[case.kv_heads], case, measure.difference)
+        assert_same_policy(found[name], alone(case.kv_heads), case, measure.difference)
         stored = load_file(folders[case.kv_heads] / "model.safetensors")
         codes = found[name]["codes"]
         if case.stages > 1:  # each stage holds some of the layers
