@@ -59,7 +59,7 @@ def flags(recipe, folder, *more):
 
 
 @pytest.fixture(scope="module")
-def place(write_recipe_in, make_nvfp4, tmp_path_factory):
+def place(write_recipe_in, make_nvfp4, hold_port, tmp_path_factory):
     """Let two processes train all runs below, one after the other, in the folder that this returns.
 
     They import torch and TRL once, which takes longer than the runs.
@@ -117,11 +117,10 @@ def place(write_recipe_in, make_nvfp4, tmp_path_factory):
         flags(acting, folder / "acting/two", *REPLACED),
         ["--config", with_an_engine],
     ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    command = [*launcher, scripted_rollouts.__file__, *map(json.dumps, runs)]
+    command = [sys.executable, scripted_rollouts.__file__, *map(json.dumps, runs)]
     path = os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    log = folder / "log"
-    assert processes.run(command, log=log, environment={"PYTHONPATH": path}) == 0, log.read_text()[-6000:]
+    log, environment = folder / "log", {"PYTHONPATH": path, "MASTER_PORT": str(hold_port())}
+    assert processes.run(command, log=log, environment=environment) == 0, log.read_text()[-6000:]
     return folder
 
 
