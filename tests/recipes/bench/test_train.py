@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import runpy
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,8 @@ from qerl_recipes.bench import arms, random_model
 from qerl_recipes.bench import train as bench_train
 from qerl_recipes.bench.train import PARTS, Workload, flags, parse_overrides, summarize
 from qerl_recipes.files import base_model
+from qerl_recipes.hooks import get_plugin_manager
+from qerl_recipes.machine import environment
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.memory.plan import make
 from qerl_recipes.model import loading as model
@@ -282,8 +286,44 @@ def test_a_flag_changes_a_timed_recipe() -> None:
     assert work.recipe("qerl_nvfp4", cuda=True)["generation_batch_size"] == "16"
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, light_engines: None) -> Iterator[None]:
+    """Train an arm in this process, because another would import torch, vLLM and TRL again."""
+    from qerl_recipes.bench import train_arm
+
+    trainers: list[Any] = []
+
+    def begin(request: Any) -> Any:
+        begun = train_arm.begin(request)
+        trainers.append(begun[0])
+        return begun
+
+    def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
+        assert module == train_arm.__name__
+        figures: dict[str, Any] = {}
+        train_arm.measure(json.loads(json.dumps(request)), figures, begin)
+        return json.loads(json.dumps(figures))
+
+    monkeypatch.setattr(bench_train, "ask_once", ask)
+    yield
+    get_plugin_manager().unregister(train_arm)
+    for trainer in trainers:
+        trainer.vllm_generation.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_an_arm_prepares_its_process_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[str] = []
+    monkeypatch.setattr(environment, "prepare", lambda: began.append("prepare"))
+    monkeypatch.setattr(arms, "answer", lambda work: began.append(work.__name__))
+    runpy.run_module("qerl_recipes.bench.train_arm", run_name="__main__")
+    assert began == ["prepare", "measure"]
+
+
 @pytest.mark.integration
-def test_a_recipe_makes_whole_steps_on_a_cpu(tmp_path: Path) -> None:
+def test_a_recipe_makes_whole_steps_on_a_cpu(
+    tmp_path: Path, in_this_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config_json("tiny")))
     recipe = {"model_name_or_path": str(tmp_path / "model"), "lora_r": 4, "output_dir": "unused", "dtype": "float32"}
@@ -297,8 +337,7 @@ def test_a_recipe_makes_whole_steps_on_a_cpu(tmp_path: Path) -> None:
     recipe |= {"reward_funcs": ["accuracy", "soft_format"], "learning_rate": 1e-4, "save_steps": 50}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     line = f"bench train --config {tmp_path}/recipe.yaml --prompt 8 --steps 2 --output {tmp_path}/out.json"
-    done = CliRunner().invoke(cli.app, line.split())
-    assert done.exit_code == 0, done.output
+    cli.app(line.split(), standalone_mode=False)  # vLLM needs a standard output that is a file
     (found,) = json.loads((tmp_path / "out.json").read_text())["arms"].values()
     assert len(found["steps"]) == 2
 
