@@ -38,6 +38,7 @@ DIGITS = 12  # of a hash in a table
 ENDS = 5  # steps averaged at the start and at the end of a run
 LATE = 10  # scored steps averaged for the level that the reward has reached
 ROUNDING = 1e-5  # of a reward in a table, which has six digits
+JUDGED = ("accuracy", "ended", "calls", "failures")  # metrics of an evaluation; the last two of episodes alone
 
 
 # The table.
@@ -160,8 +161,9 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
     """Return what the evaluations of a finished run say.
 
     The primary one gives ``accuracy`` and ``ended``, the share of answers that ended by themselves; another one gives
-    ``accuracy/NAME`` and ``ended/NAME``. Several answers a problem add ``pass@K/NAME`` and ``maj@K/NAME``. The same of
-    the base begins with ``base_``. Facts are the problems, and the judgement of each answer.
+    ``accuracy/NAME`` and ``ended/NAME``. Tasks of episodes add ``calls`` and ``failures``, the means of an episode.
+    Several answers a problem add ``pass@K/NAME`` and ``maj@K/NAME``. The same of the base begins with ``base_``. Facts
+    are the problems, and the judgement of each answer.
     """
     found: dict[str, float] = {}
     for name in study.evaluations_of(run):
@@ -172,7 +174,7 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
         for policy in tasks:
             prefix = "base_" if policy == "base" else ""
             judged = pd.DataFrame(tasks[policy].tolist())
-            for metric in judged.columns.intersection(["accuracy", "ended"]):
+            for metric in judged.columns.intersection(JUDGED):
                 found[f"{prefix}{metric}{of}"] = float(judged[metric].mean(skipna=False))
             for metric, label in (("pass_at", "pass"), ("maj_at", "maj")):
                 for k in judged[metric].iloc[0] if metric in judged else ():

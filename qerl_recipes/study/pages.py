@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -21,8 +22,9 @@ from qerl_recipes.study.results import (
     labels,
     of_arm,
 )
-from qerl_recipes.study.statistics import ALPHA, POWER, T_ONLY, holm, visible
+from qerl_recipes.study.statistics import ALPHA, POWER, T_ONLY, compare, holm, visible
 
+CALLS = "calls"  # of tools, the mean of an episode
 CURVES, COMPARISONS, CONFIGURATIONS = "curves_best.png", "comparisons.csv", "configurations.csv"
 SMOOTHING = 5  # steps of the running mean in a plot
 SCHEDULES = ("sigma", "learning_rate")  # drawn as they are, since they are set
@@ -73,6 +75,9 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
     shown = pd.DataFrame({"a": planned.a, "b": planned.b, "seeds": planned.seeds.astype(int)})
     for side in ("a", "b"):
         shown[f"accuracy of {side}"] = [_accuracies(study, values, label) for label in planned[side]]
+    if CALLS in values:
+        for side in ("a", "b"):
+            shown[f"calls a problem of {side}"] = [_before_and_after(study, values, CALLS, of) for of in planned[side]]
     bound = study.afterwards.two_states
     if bound is None:
         shown["a - b, points (95 %)"] = [points(row) for row in planned.to_dict("records")]
@@ -87,7 +92,7 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
 def _how_compared(study: Study, values: pd.DataFrame) -> str:
     """Return how the table of comparisons was made, and what its seeds can show."""
     many = f"p corrected by Holm over {len(study.comparisons)} planned comparisons"
-    text = "Accuracy before → after training."
+    text = f"Accuracy{' and calls' if CALLS in values else ''} before → after training."
     if study.sweep is not None:
         text += f" Each configuration is at its best {study.sweep.key} (@)."
     if study.afterwards.two_states is not None:
@@ -112,9 +117,15 @@ def percent(share: float) -> str:
 
 
 def _accuracies(study: Study, values: pd.DataFrame, label: str) -> str:
-    before, after = (of_arm(values, metric, label, study.seeds).mean() for metric in (f"base_{ACCURACY}", ACCURACY))
-    parts = [f"{100 * value:.1f}" for value in (before, after) if pd.notna(value)]
-    return f"{' → '.join(parts)} %" if pd.notna(after) else "not evaluated"
+    shown = _before_and_after(study, values, ACCURACY, label, 100)
+    return f"{shown} %" if shown else "not evaluated"
+
+
+def _before_and_after(study: Study, values: pd.DataFrame, metric: str, label: str, scale: int = 1) -> str:
+    """Return an arm's mean of a metric before and after training; nothing without one after."""
+    before, after = (of_arm(values, name, label, study.seeds).mean() for name in (f"base_{metric}", metric))
+    parts = [f"{scale * value:.{1 if scale > 1 else 2}f}" for value in (before, after) if pd.notna(value)]
+    return " → ".join(parts) if pd.notna(after) else ""
 
 
 def _cut(study: Study, values: pd.DataFrame) -> list[str]:
@@ -182,6 +193,8 @@ def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
             shown = [f"{100 * accuracies.mean():.1f} %"] if len(accuracies) else []
         elif claim != what and claim in claims:
             shown = [effect(row) for row in found[found.claim == claim].to_dict("records") if row.get("seeds", 0) > 0]
+        elif (gains := what.removeprefix("gain of ")) in study.arms and gains != what:
+            shown = _gain(study, values, names.get(gains, ""))
         elif pair in study.comparisons:
             row = found[(found.kind == PLANNED) & (found.a == names.get(pair[0])) & (found.b == names.get(pair[1]))]
             shown = [effect(row) for row in row.to_dict("records")]
@@ -191,6 +204,16 @@ def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
             return ""
         figures[what] = shown[0]
     return re.sub(r"\{([^{}]+)\}", lambda match: figures[match[1]], study.afterwards.answer.strip())
+
+
+def _gain(study: Study, values: pd.DataFrame, label: str) -> list[str]:
+    """Return by how much training raised an arm's accuracy, with its interval over seeds, if two have a value.
+
+    The base is judged once, on the problems of every seed.
+    """
+    after, before = (of_arm(values, metric, label, study.seeds) for metric in (ACCURACY, f"base_{ACCURACY}"))
+    found = compare((label, label), after, pd.Series(before.mean(), index=after.index))
+    return [] if found is None else [effect(asdict(found) | {"metric": ACCURACY})]
 
 
 def markdown(table: pd.DataFrame) -> list[str]:

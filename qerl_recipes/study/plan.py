@@ -100,7 +100,8 @@ class Afterwards(_Strict):
     """Hold what was added once the results were known; pages show it as such, and no run depends on it.
 
     ``answer`` is the text that answers the question. In it, {arm} becomes the arm's accuracy, {base arm} that before
-    training, {a - b} their difference with its interval, and {claim: TEXT} that of a claim. ``two_states`` is an
+    training, {gain of arm} by how much training raised it, with its interval, {a - b} the difference of two arms with
+    its interval, and {claim: TEXT} that of a claim. ``two_states`` is an
     accuracy between two states in which runs end; arms are then compared by how many of their runs end above it.
     ``untested`` maps a claim that no run tests to the reason.
     """

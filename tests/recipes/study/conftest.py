@@ -78,10 +78,10 @@ def claimed():
 @pytest.fixture
 def finish():
     """Return finish(run, folder, accuracy, rewards), which writes what `qerl train` and `qerl evaluate` leave
-    of a run.
+    of a run; with ``calls`` its policy has called tools, half of the time in vain.
     """
 
-    def leave(run, folder, accuracy, rewards=(0.0, 1.0), problems=None):
+    def leave(run, folder, accuracy, rewards=(0.0, 1.0), problems=None, calls=None):
         of = folder / run.folder
         (of / "evaluation" / "greedy").mkdir(parents=True, exist_ok=True)
         of_step = {"entropy": 1.0, "step_seconds": 2.0, "equal_groups": 0.25, "kept": True, "mode": "rollout"}
@@ -92,6 +92,9 @@ def finish():
             (of / "adapter").mkdir(exist_ok=True)
             (of / "adapter/qerl_state.json").write_text(json.dumps({"base_hash": base_hash("base")}))
         task = {"base": {"accuracy": 0.1}, "adapter": {"accuracy": accuracy}}
+        if calls is not None:
+            task["base"] |= {"calls": 0.25, "failures": 0.125}
+            task["adapter"] |= {"calls": calls, "failures": calls / 2}
         result = {"tasks": {"running_sum": task}, "problems_sha256": {"running_sum": problems} if problems else {}}
         # Write this last and as a whole, as `qerl evaluate` does, since a running study reads it as soon as it exists.
         write_text(of / "evaluation" / "greedy" / "evaluation.json", json.dumps(result))
