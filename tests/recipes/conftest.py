@@ -193,6 +193,14 @@ def resume() -> Callable[..., None]:
     return go_on
 
 
+@pytest.fixture(scope="session")
+def evaluation_tasks() -> Any:
+    """Return the module that imports lighteval, which takes 4 s that only some workers need."""
+    from qerl_recipes.evaluate import tasks
+
+    return tasks
+
+
 @pytest.fixture
 def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
     """Return read_metrics(trainer or folder), which returns the lines of metrics.jsonl.

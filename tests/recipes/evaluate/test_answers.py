@@ -14,7 +14,6 @@ from tokenizers.processors import TemplateProcessing
 
 from qerl_recipes.evaluate import figures
 from qerl_recipes.evaluate import run as evaluate
-from qerl_recipes.evaluate import tasks as evaluation_tasks
 from qerl_recipes.evaluate.answers import Judged, _judged, _Prompt, ask
 from qerl_recipes.evaluate.request import Sampling
 from qerl_recipes.tasks import running_sum
@@ -46,6 +45,8 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(engine: Any, file: Path, num_samples: int = 1, **settings: Any) -> list[Judged]:
+    from qerl_recipes.evaluate import tasks as evaluation_tasks
+
     with contextlib.chdir(file.parent):  # seeds depend on the task's name, which contains a local file's path
         benchmarks = evaluation_tasks.load(["jsonl-exact:x.jsonl"], num_samples=num_samples)
     sampling = Sampling(**{"max_new_tokens": 6, **settings})
@@ -72,7 +73,7 @@ def test_what_would_be_ignored_of_a_template_is_refused(engine: Any, problems: P
         answers(engine, problems, chat_template_kwargs={"short": True})
 
 
-def test_every_answer_has_a_seed_of_its_own(engine: Any, problems: Path) -> None:
+def test_every_answer_has_a_seed_of_its_own(engine: Any, problems: Path, evaluation_tasks: Any) -> None:
     drawn = answers(engine, problems, num_samples=6, temperature=1.0)
     assert len(drawn) == 10 and all(len(p.answers) == 6 for p in drawn)
     assert all(len(set(p.answers)) > 1 for p in drawn), "the samples of a problem are one sample"
@@ -125,7 +126,9 @@ def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_tasks_own_length_holds_unless_one_is_asked_for(engine: Any, problems: Path, computed: list[Any]) -> None:
+def test_a_tasks_own_length_holds_unless_one_is_asked_for(
+    engine: Any, problems: Path, computed: list[Any], evaluation_tasks: Any
+) -> None:
     def longest(**settings: Any) -> tuple[int, int]:
         """Return the longest answer, and the longest prompt with its answer."""
         ask(engine, None, [benchmark], Sampling(**settings), "base")
@@ -140,7 +143,7 @@ def test_a_tasks_own_length_holds_unless_one_is_asked_for(engine: Any, problems:
 
 
 def test_stop_words_end_an_answer_unless_a_template_does(
-    engine: Any, problems: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Any, problems: Path, monkeypatch: pytest.MonkeyPatch, evaluation_tasks: Any
 ) -> None:
     def texts(**settings: Any) -> list[Judged]:
         return ask(engine, None, [benchmark], Sampling(max_new_tokens=6, **settings), "base")[benchmark.name]
@@ -205,7 +208,9 @@ def test_the_share_that_ended_is_of_all_answers() -> None:
         (["", " "], False, 0.0),
     ],
 )
-def test_a_problem_has_its_share_and_its_vote(texts: list[str], vote: bool, share: float, problems: Path) -> None:
+def test_a_problem_has_its_share_and_its_vote(
+    texts: list[str], vote: bool, share: float, problems: Path, evaluation_tasks: Any
+) -> None:
     (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
     outputs = [SimpleNamespace(text=text, finish_reason=reason) for text, reason in zip(texts, REASONS, strict=False)]
     found = _judged(benchmark, _Prompt(benchmark.problems[0], "1+2", []), outputs)
@@ -253,7 +258,7 @@ def test_promise_03_and_promise_10_the_base_is_evaluated_alone(engine: Any, save
 
 
 def test_an_adapter_in_lora_slots_answers_too(
-    make_bf16: Make, save_adapter: Make, problems: Path, tmp_path: Path
+    make_bf16: Make, save_adapter: Make, problems: Path, tmp_path: Path, evaluation_tasks: Any
 ) -> None:
     """Evaluate an adapter in LoRA slots.
 

@@ -4,11 +4,11 @@ the vote.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from qerl_recipes.evaluate import tasks as evaluation_tasks
 from qerl_recipes.tasks import rewards, running_sum
 
 
@@ -24,15 +24,13 @@ from qerl_recipes.tasks import rewards, running_sum
     ],
 )
 def test_the_vote_goes_to_the_answer_that_most_samples_give(
-    task: str, texts: list[str], elected: int | None, tmp_path: Path
+    task: str, texts: list[str], elected: int | None, tmp_path: Path, evaluation_tasks: Any
 ) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": "1/2"}))
     assert evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0].majority(texts) == elected
 
 
-def test_solved_problems_stand_before_the_one_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_solved_problems_stand_before_the_one_asked(monkeypatch: pytest.MonkeyPatch, evaluation_tasks: Any) -> None:
     hub_rows(monkeypatch, *({"question": f"{i}+3?", "answer": f"so {i + 3}\n#### {i + 3}"} for i in range(6)))
     docs = evaluation_tasks.load(["gsm8k"], num_fewshot=2)[0].problems
     assert [len(doc.fewshot_samples) for doc in docs] == [2] * 6
@@ -40,7 +38,7 @@ def test_solved_problems_stand_before_the_one_asked(
     assert prompt.count("Question:") == 3 and prompt.count("#### ") == 2 and prompt.endswith("Answer:")
 
 
-def test_running_sum_is_judged_on_the_whole_completion() -> None:
+def test_running_sum_is_judged_on_the_whole_completion(evaluation_tasks: Any) -> None:
     benchmark = evaluation_tasks.load(["running_sum"])[0]
     assert len(benchmark.problems) == running_sum.HELD_OUT
     assert {doc.query for doc in benchmark.problems} == {p.prompt for p in running_sum.held_out()}
@@ -67,7 +65,7 @@ def test_running_sum_is_judged_on_the_whole_completion() -> None:
     ],
 )
 def test_a_local_file_is_judged_as_mathematics_or_as_text(
-    task: str, answer: str, text: str, right: float, tmp_path: Path
+    task: str, answer: str, text: str, right: float, tmp_path: Path, evaluation_tasks: Any
 ) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": answer}))
     benchmark = evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0]
@@ -87,7 +85,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize("solution", ["9", "$9$", "\\boxed{9}"])
-def test_a_file_is_judged_as_the_reward_accuracy_judges(solution: str, tmp_path: Path) -> None:
+def test_a_file_is_judged_as_the_reward_accuracy_judges(solution: str, tmp_path: Path, evaluation_tasks: Any) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": solution}))
     texts = [text for text, _, _ in GIVEN]
     found = {}
@@ -101,25 +99,28 @@ def test_a_file_is_judged_as_the_reward_accuracy_judges(solution: str, tmp_path:
 @pytest.mark.parametrize(
     ("task", "answer"), [("jsonl", "\\$5"), ("jsonl-accuracy", "\\text"), ("jsonl-number", "four")]
 )
-def test_answers_that_no_completion_could_give_are_refused(task: str, answer: str, tmp_path: Path) -> None:
+def test_answers_that_no_completion_could_give_are_refused(
+    task: str, answer: str, tmp_path: Path, evaluation_tasks: Any
+) -> None:
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"prompt": "?", "answer": a}) + "\n" for a in ("1", answer)))
     with pytest.raises(ValueError, match=r"the answers to 1 of 2 problems \(.*, for one\) cannot be read"):
         evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])
     assert len(evaluation_tasks.load([f"jsonl-exact:{tmp_path}/x.jsonl"])[0].problems) == 2
 
 
-def judged(benchmark: evaluation_tasks.Benchmark, doc: evaluation_tasks.Doc, *texts: str) -> float:
+def judged(benchmark: Any, doc: Any, *texts: str) -> float:
     return sum(benchmark.is_right(doc, text) for text in texts) / len(texts)
 
 
 def hub_rows(monkeypatch: pytest.MonkeyPatch, *rows: dict) -> None:
     """Replace the hub's data by these rows, which have its schema, in every split."""
+    from lighteval.tasks.lighteval_task import LightevalTask
 
     def load(tasks: dict) -> None:
         for task in tasks.values():
             task.dataset = {split: [dict(row) for row in rows] for split in task.config.hf_avail_splits}
 
-    monkeypatch.setattr(evaluation_tasks.LightevalTask, "load_datasets", staticmethod(load))
+    monkeypatch.setattr(LightevalTask, "load_datasets", staticmethod(load))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def hub_rows(monkeypatch: pytest.MonkeyPatch, *rows: dict) -> None:
     ],
 )
 def test_hub_tasks_ask_and_judge_as_lighteval_does(
-    name: str, row: dict, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+    name: str, row: dict, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, evaluation_tasks: Any
 ) -> None:
     hub_rows(monkeypatch, row)
     benchmark = evaluation_tasks.load([name], num_samples=4)[0]
@@ -145,7 +146,7 @@ def test_hub_tasks_ask_and_judge_as_lighteval_does(
     assert doc.generation_size == least
 
 
-def test_a_hub_task_without_a_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_task_without_a_hub_says_so(monkeypatch: pytest.MonkeyPatch, evaluation_tasks: Any) -> None:
     def offline(tasks: dict) -> None:
         raise OSError("no network")
 
@@ -154,14 +155,14 @@ def test_a_hub_task_without_a_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         evaluation_tasks.load(["gsm8k"])
 
 
-def test_importing_lighteval_leaves_gradients_on() -> None:
+def test_importing_lighteval_leaves_gradients_on(evaluation_tasks: Any) -> None:
     assert torch.is_grad_enabled()
     evaluation_tasks.task_module("gsm8k")
     assert torch.is_grad_enabled()
     assert (2 * torch.ones(1, requires_grad=True)).requires_grad
 
 
-def test_the_digest_is_of_the_problems_in_their_order(tmp_path: Path) -> None:
+def test_the_digest_is_of_the_problems_in_their_order(tmp_path: Path, evaluation_tasks: Any) -> None:
     lines = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(3)]
 
     def digest(those: list[dict[str, str]]) -> str:
