@@ -44,10 +44,16 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may lack hypothes
 Make = Callable[..., Path]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, and run files with integration tests first.
+def scope(path: Path) -> Path:
+    """Return what one worker runs as a whole: a file, or a folder that is a package, whose tests share a server."""
+    return path.parent if (path.parent / "__init__.py").is_file() else path
 
-    With two workers, neither should have to wait for an integration test at the end.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU, and run what takes longest first.
+
+    No worker should have a long file left when the others have nothing to do. A cost is a rough number of hundredths of
+    a second.
     """
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpu:
@@ -56,22 +62,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in of_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: run tests/gpu/run.sh there"))
-    count = Counter(item.path for item in items if item.get_closest_marker("integration"))
-    items.sort(key=lambda item: -count[item.path])
+    cost: Counter[Path] = Counter()
+    for item in items:
+        has_engine = {"make_trainer", "make_module_trainer", "boot"} & {*getattr(item, "fixturenames", ())}
+        cost[scope(item.path)] += 500 if item.get_closest_marker("integration") else 100 if has_engine else 2
+    items.sort(key=lambda item: -cost[scope(item.path)])
 
 
 @pytest.hookimpl(optionalhook=True)  # this hook exists only with xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadfile, give a folder that is a package to one worker: its tests share a server."""
+    """With --dist loadfile, give each ``scope`` to one worker."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class LoadPackageScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            folder = file.rpartition("/")[0]
-            return folder if (config.rootpath / folder / "__init__.py").is_file() else file
+            return str(scope(config.rootpath / super()._split_scope(nodeid)))
 
     return LoadPackageScheduling(config, log)
 
