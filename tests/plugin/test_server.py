@@ -40,6 +40,7 @@ def start_server(make_nvfp4, start_process, hold_port, tmp_path):
             command(str(make_nvfp4("qwen2")), [*line, *options]),
             log,
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            FORK_ENGINES="1",  # tests/fixtures/processes
             VLLM_SERVER_DEV_MODE="1",
             VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         )

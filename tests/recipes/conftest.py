@@ -341,6 +341,7 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": rank}}})]
         # The engine runs in the server's process: see tests/plugin/over_http/conftest.py.
         ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
+        ours["FORK_ENGINES"] = "1"  # tests/fixtures/processes
         log = folder / f"{len(started)}.log"
         process = processes.start(command(str(model), [*line, *options]), log, {**ours, **environment})
         process.log = log  # type: ignore[attr-defined]

@@ -59,6 +59,7 @@ def start_server(make_nvfp4, adapters, hold_port, tmp_path_factory):
         # The engine process also computes: a separate worker process would add 10 s to every start. Engine and worker
         # would also wait for each other in sched_yield loops, which starve all other processes on some Linux kernels.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "FORK_ENGINES": "1",  # tests/fixtures/processes
         "VLLM_PLUGINS": "qerl",
         "QERL_ADMIN_TOKEN_FILE": str(folder / "token"),
         "VLLM_SERVER_DEV_MODE": "1",  # serves vLLM's own /pause and /resume
