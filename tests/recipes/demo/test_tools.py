@@ -33,7 +33,7 @@ def trained(tmp_path, monkeypatch, read_metrics):
 def test_the_starting_model_calls_its_tool_now_and_then(name, calls, trained):
     first, second = trained(name, 2)
     assert calls[0] < first["tool_calls"] < calls[1] and first["turns"] > 1.5 and first["tool_failures"] < 0.5
-    assert 0 < first["reward"] < 0.5 and first["frac_reward_zero_std"] < 1 and second["logp_diff_mean"] < 0.01
+    assert 0 < first["reward"] < 0.5 and first["frac_reward_zero_std"] < 1 and second["logp_diff_mean"] < 0.03
 
 
 @pytest.mark.integration
