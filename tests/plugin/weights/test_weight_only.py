@@ -20,6 +20,9 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLMCOMPRESSOR, MODELOPT = FIXTURES / "llmcompressor_w4a4", FIXTURES / "modelopt"
 ASKED = {"qerl": {"weight_only": True}}
 TOLERANCE = 1e-4  # float32 engines against float32 transformers
+needs_avx512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 cache on a CPU needs AVX-512"
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,7 @@ def answers(model, prompts, scales) -> torch.Tensor:
     return torch.cat(found)
 
 
+@needs_avx512
 @pytest.mark.parametrize(
     ("folder", "key", "own_file"),
     [
@@ -136,7 +140,10 @@ def test_scales_of_an_fp8_cache_are_used(serve, measure, reference, tmp_path, fo
     assert (served - answers(hf, measure.prompts, ones)).abs().mean() > 0.06
 
 
-@pytest.mark.parametrize(("cache", "rank"), [("fp8", 4), ("auto", 4), ("fp8", 0)])
+@pytest.mark.parametrize(
+    ("cache", "rank"),
+    [pytest.param("fp8", 4, marks=needs_avx512), ("auto", 4), pytest.param("fp8", 0, marks=needs_avx512)],
+)
 def test_an_fp8_cache_under_a_policy_adapter_is_warned_of(make_nvfp4, boot, warnings_of, cache, rank):
     warnings = warnings_of(config.logger)
     options = {"policy_adapter": {"rank": rank}} if rank else {}
@@ -153,6 +160,7 @@ def test_without_being_asked_nothing_is_dropped(boot, name, load_format):
         boot(FIXTURES / name, skip_tokenizer_init=True, load_format=load_format)
 
 
+@needs_avx512
 def test_random_weights_of_the_same_layout_need_no_file(serve, measure):
     llm = serve(MODELOPT / "qwen3-mixed", load_format="dummy")
     assert measure.engine(llm).isfinite().all()

@@ -252,7 +252,8 @@ def overlapped(trainer, lines):
     """Check that a run with OVERLAP was a rollout ahead, and that engine and trainer agree on one adapter."""
     assert [line["adapter_age"] for line in lines] == [0, 1, 1, 1]
     assert [line["noisy_norms"] for line in lines] == [0, 0, 4, 4] and trainer.vllm_generation.version == 4
-    assert all(0 < line["logp_diff_mean"] < 0.02 for line in lines), "of the adapter and the noise that sampled"
+    differences = [line["logp_diff_mean"] for line in lines]  # of the adapter and the noise that sampled
+    assert all(0 < difference < 0.03 for difference in differences), differences
     assert min(line["logp_staleness_mean"] for line in lines[1:]) > 0.05, "steps of 1e-2 move the adapter far"
     return load_file(Path(trainer.args.output_dir) / "checkpoint-4" / "adapter_model.safetensors")
 
