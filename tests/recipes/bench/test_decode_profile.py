@@ -12,6 +12,7 @@ from qerl_recipes.bench import decode_profile, random_model, rollout, rollout_ar
 from qerl_recipes.bench.decode_profile import FILLING, LAST, by_family, cpu_work, family, kernels_of, mean_step
 from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.recipe.shapes import config_json
+from qerl_recipes.rollout import sampling as completions
 
 STEPS = FILLING + 2 + LAST
 # One step takes 100 us from the start of its graph. Each row is (name, start, end, whether it belongs to the graph).
@@ -116,26 +117,35 @@ def test_an_engine_steps_halfway_through_its_completions(
 ) -> None:
     """Profile an engine on a CPU with a stand-in trace; the steps are the engine's own."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    output, stepped = decode_profile.LEAST_OUTPUT, []
+    output, ours, stepped = decode_profile.LEAST_OUTPUT, 0, []
+    own_step = completions.step
+
+    def counted(*given: Any) -> Any:
+        nonlocal ours
+        ours += 1
+        return own_step(*given)
 
     def fake(step: Callable[[], Any], steps: int, file: Path) -> None:
         stepped.extend(step() for _ in range(steps))
         file.write_bytes(gzip.compress(json.dumps({"traceEvents": trace(steps)}).encode()))
 
+    monkeypatch.setattr(completions, "step", counted)
     monkeypatch.setattr(decode_profile, "_trace", fake)
     llm = random_model.start(config_json("tiny"), length=output + 8, sequences=2)
     try:
         sampling = rollout_arm.sampling(output)
         found = decode_profile.profile(llm, [[5] * 8, [6] * 8], sampling, None, tmp_path / "t.json.gz")
-        assert stepped == [None] * (FILLING + decode_profile.STEPS + LAST)
+        traced = FILLING + decode_profile.STEPS + LAST
+        assert len(stepped) == traced and ours > traced
         assert (found["batch"], found["context"]) == (2, 8 + output // 2)
         assert found["step_us"] > 100 and 0 < found["worked_us"] < 1.1 * found["step_us"]
         assert found["profiled_step_us"] == pytest.approx(100)
         assert found["cpu_us"] == pytest.approx({"least": 75, "median": 75, "most": 75})
         assert not llm.llm_engine.has_unfinished_requests()
+        ours = 0
         stepped.clear()
         decode_profile.profile(llm, [[5] * 8], sampling, None, tmp_path / "t.json.gz", is_stock=True)
-        assert stepped == [[]] * (FILLING + decode_profile.STEPS + LAST)  # vLLM's own step returns this
+        assert len(stepped) == traced and ours == 0
         (answer,) = llm.generate({"prompt_token_ids": [7] * 8}, rollout_arm.sampling(3), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 3
     finally:
