@@ -16,13 +16,13 @@ demo: $(VENV)/.compiled
 # one worker more than there are cores: tests wait for servers and other processes
 WORKERS := $(shell echo $$(( $$(nproc) + 1 )))
 
-# slipcover prints the coverage: on Python 3.11 a tracer such as coverage.py's slows all of vLLM down by a half
 test: lint $(VENV)/.compiled
-	$(BIN)/python -m slipcover -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-# those too that the tests above have no time for: marker slow
+# those too that the tests above have no time for: marker slow. slipcover prints the coverage and takes a tenth more time;
+# on Python 3.11 a tracer such as coverage.py's slows all of vLLM down by a half
 test-all: lint $(VENV)/.compiled
-	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/python -m slipcover -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 # ten minutes of load on a server whose policy is swapped every second, each answer checked afterwards
 soak: $(VENV)/.compiled
