@@ -68,3 +68,22 @@ def test_a_server_ends_with_a_program_that_was_killed(healthy, hold_port):
         assert runs(server)
         program.kill()
     assert until(lambda: not runs(server))
+
+
+def test_a_program_killed_while_it_starts_a_process_leaves_none(tmp_path):
+    """Kill the program before the new process can ask the kernel to end it with its parent."""
+    script = (
+        "import os, signal, sys, time; from pathlib import Path; from types import SimpleNamespace\n"
+        "from qerl_recipes.machine import processes\n"
+        "libc, parent = processes.LIBC, os.getpid()\n"
+        "def prctl(*arguments):\n"
+        f"    Path({str(tmp_path / 'started')!r}).write_text(str(os.getpid()))\n"
+        "    os.kill(parent, signal.SIGKILL)\n"
+        "    while os.getppid() == parent: time.sleep(0.01)\n"
+        "    libc.prctl(*arguments)\n"
+        "processes.LIBC = SimpleNamespace(prctl=prctl)\n"
+        f"processes.start([sys.executable, '-c', 'import time; time.sleep(300)'], Path({str(tmp_path / 'log')!r}))"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    started = int((tmp_path / "started").read_text())
+    assert until(lambda: not runs(started))

@@ -15,20 +15,18 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
-from waiting import PATIENCE, runs, until
+from waiting import PATIENCE, until
 
 import qerl_recipes.evaluate
 from qerl_recipes.cli import app
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.study import check as checks
 from qerl_recipes.study import inventory, runner
-from qerl_recipes.study.commands import conduct
 from qerl_recipes.study.inventory import all_runs, read_table
-from qerl_recipes.study.plan import Study, StudyError, first_runs, read
+from qerl_recipes.study.plan import StudyError, first_runs, read
 
 pytestmark = pytest.mark.timeout(60)  # a bug that restarts a study forever would never end
 SAMPLED = {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0}
@@ -82,23 +80,15 @@ def calls(monkeypatch):
         ({"tasks": "no_such_task"}, "evaluations.greedy: there is no task 'no_such_task'"),
         ({"tasks": "running_sum", "num_samples": 8}, "evaluations.greedy: num_samples is 8, but temperature 0"),
         ({"tasks": "running_sum", "max_new_token": 8}, "evaluations.greedy: max_new_token: Extra inputs"),
-        ({"tasks": "running_sum", "kv_cache_memory_bytes": "4e9"}, "evaluations.greedy: kv_cache_memory_bytes is"),
-        *(
-            ({"tasks": "running_sum", option: "x"}, f"evaluations.greedy: {option} is set by the study itself")
-            for option in ("base", "adapter", "quantization", "output_dir", "adapter_only", "quiet")
-        ),
+        ({"tasks": "running_sum", "base": "x"}, "evaluations.greedy: base is set by the study itself"),
     ],
 )
 def test_an_evaluation_that_would_be_refused(options, message, study, tmp_path):
     with pytest.raises(StudyError, match=re.escape(message)):
         runner.run(read(study(evaluations={"greedy": options})), tmp_path / "out")
+    with pytest.raises(StudyError, match="--jobs is 0; it must be at least 1"):
+        runner.run(read(study()), tmp_path / "out", jobs=0)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("jobs", "message"), [(0, "--jobs is 0; it must be at least 1")])
-def test_an_option_that_would_be_refused(jobs, message, study, tmp_path):
-    with pytest.raises(StudyError, match=message):
-        runner.run(read(study()), tmp_path / "out", jobs=jobs)
 
 
 def test_tasks_may_be_one_text_with_commas():
@@ -128,7 +118,6 @@ def fail(error):
     [
         (None, "nothing can be evaluated here"),  # lighteval is missing
         (ConnectionError("no such data set"), "evaluations.greedy cannot be made"),
-        (ImportError("no such package"), "evaluations.greedy cannot be made"),
     ],
 )
 def test_what_cannot_be_judged_is_not_trained(error, message, study, finish, tmp_path, monkeypatch):
@@ -150,7 +139,6 @@ def test_what_cannot_be_judged_is_not_trained(error, message, study, finish, tmp
     ("recipe", "message"),
     [
         ("model_name_or_path: base\nlora_r: 8\n", "begun with another recipe.yaml: lora_r differ; put them back"),
-        ("model_name_or_path: other\nlora_r: 32\n", "another recipe.yaml: model_name_or_path differ"),
         ("model_name_or_path: base\n", "another recipe.yaml: lora_r differ"),
         ("# otherwise\nlora_r: 32\nmodel_name_or_path: base\nseed: 7\noutput_dir: elsewhere\n", None),
     ],
@@ -260,60 +248,7 @@ def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_p
     assert machine.call(["train"], tmp_path / "other.txt", None) is None and not (tmp_path / "other.txt").exists()
 
 
-def test_a_second_ctrl_c_is_answered_too():
-    """Stop twice while the lock is held, since a signal's handler runs in the thread that holds it."""
-    machine = runner.Machine("CPU")
-
-    class Process:
-        told = 0
-
-        def send_signal(self, number):
-            self.told += 1
-            if self.told == 1:
-                machine.stop()
-
-    machine.processes.add(process := Process())
-    stopping = threading.Thread(target=machine.stop, daemon=True)
-    stopping.start()
-    stopping.join(PATIENCE)
-    assert process.told == 2 and machine.stopping.is_set() and not stopping.is_alive()
-
-
-def test_a_killed_study_leaves_no_process_behind(tmp_path):
-    script = (
-        "from pathlib import Path; from qerl_recipes.study import runner; runner.CLI = 'timeit'\n"
-        f"log = Path({str(tmp_path)!r}) / 'log'\n"
-        "runner.Machine('CPU').call(['-n', '1', '-r', '1', 'import time; time.sleep(300)'], log, None)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script])
-    (child,) = until(lambda: [c.pid for c in psutil.Process(process.pid).children() if "timeit" in c.cmdline()])
-    process.kill()
-    assert process.wait() == -signal.SIGKILL and until(lambda: not runs(child))
-
-
-def test_a_study_killed_while_it_starts_a_process_leaves_none(tmp_path):
-    """Kill the study before the new process can ask the kernel to end it with its parent."""
-    script = (
-        "import os, signal, time; from pathlib import Path; from types import SimpleNamespace\n"
-        "from qerl_recipes.machine import processes\n"
-        "from qerl_recipes.study import runner\n"
-        "libc, parent = processes.LIBC, os.getpid()\n"
-        "def prctl(*arguments):\n"
-        f"    Path({str(tmp_path / 'started')!r}).write_text(str(os.getpid()))\n"
-        "    os.kill(parent, signal.SIGKILL)\n"
-        "    while os.getppid() == parent: time.sleep(0.01)\n"
-        "    libc.prctl(*arguments)\n"
-        "processes.LIBC, runner.CLI = SimpleNamespace(prctl=prctl), 'timeit'\n"
-        f"runner.Machine('CPU').call(['import time; time.sleep(300)'], Path({str(tmp_path)!r}) / 'log', None)"
-    )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
-    started = int((tmp_path / "started").read_text())
-    assert until(lambda: not runs(started))
-
-
-@pytest.mark.parametrize(
-    ("jobs", "own", "threads"), [(1, None, None), (2, None, "4"), (3, None, "2"), (9, None, "1"), (2, "7", "7")]
-)
+@pytest.mark.parametrize(("jobs", "own", "threads"), [(1, None, None), (3, None, "2"), (9, None, "1"), (2, "7", "7")])
 def test_each_job_gets_its_share_of_the_cores(jobs, own, threads, monkeypatch):
     """Check each job's threads.
 
@@ -329,52 +264,10 @@ def test_each_job_gets_its_share_of_the_cores(jobs, own, threads, monkeypatch):
     assert given.get("OMP_NUM_THREADS") == threads and "MASTER_PORT" not in given
 
 
-def test_processes_get_the_environment_of_the_command(study, tmp_path, monkeypatch):
-    plan, seen = read(study(sweep=None, seeds=[0])), []
-    monkeypatch.setattr(runner, "check", lambda study: monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of a library"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    popen = subprocess.Popen
-
-    def start(command, **options):
-        seen.append(options["env"])
-        return popen([sys.executable, "-c", "raise SystemExit(1)"], **options)
-
-    monkeypatch.setattr(runner.subprocess, "Popen", start)
-    with pytest.raises(StudyError, match="ended with 1"):
-        runner.run(plan, tmp_path / "out")
-    assert len(seen) == 4 and not any("TORCHINDUCTOR_CACHE_DIR" in given for given in seen)
-
-
 # These tests are about order, places and groups.
 
 
-def test_waiting_evaluations_on_the_same_weights_share_a_process(study, calls, tmp_path, monkeypatch):
-    plan, out = read(study(sweep=None, evaluations=BOTH)), tmp_path / "out"
-    groups, trained = [], []
-
-    def train(name, log, machine):
-        if name == "b/seed-0":
-            until(lambda: groups)  # wait until the first evaluation begins
-        elif len(trained) == 5:
-            until(lambda: len(groups) >= 2)
-        trained.append(name)
-
-    def evaluate(name, log, options):
-        groups.append([("/".join(Path(o["output_dir"]).parts[-4:-2]), Path(o["output_dir"]).name) for o in options])
-        if len(groups) == 1:
-            until(lambda: len(trained) >= 5)
-        written(*options)
-
-    calls(train, evaluate)
-    assert runner.run(plan, out, jobs=2)
-    first, second, *others = groups
-    assert first == [("a/seed-0", "greedy"), ("a/seed-0", "sampled")], "none waits for others to come"
-    assert second[:2] == [("b/seed-0", "greedy"), ("b/seed-1", "greedy")], "those of a name behind each other"
-    assert second[2:] == [("b/seed-0", "sampled"), ("b/seed-1", "sampled")]
-    assert {name for group in others for name, _ in group} == {"a/seed-1", "a/seed-2", "b/seed-2"}
-
-
-@pytest.mark.parametrize(("jobs", "most"), [(1, 1), (4, 1), (8, 2), (16, 4)])
+@pytest.mark.parametrize(("jobs", "most"), [(1, 1), (8, 2)])
 def test_a_quarter_of_the_jobs_evaluates_while_others_train(jobs, most, study):
     plan = read(study(sweep=None))
     waiting = all_runs(plan, Path("out"))
@@ -390,7 +283,7 @@ def test_a_quarter_of_the_jobs_evaluates_while_others_train(jobs, most, study):
     assert [len(left.next(2)[0]), len(left.next(2)[0]), left.next(2)] == [2, 1, ([], False)], "shared by the places"
 
 
-@pytest.mark.parametrize("weights", [{"lora_r": 8}, {"model_name_or_path": "other"}, {"quantization": "nf4"}])
+@pytest.mark.parametrize("weights", [{"lora_r": 8}, {"quantization": "nf4"}])
 def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
     arms = {"a": {"quantization": "bf16"}, "b": {"quantization": "bf16", **weights}}
     plan = read(study(sweep=None, seeds=[0, 1], arms=arms))
@@ -432,32 +325,6 @@ def test_an_evaluation_that_fails_takes_no_other_with_it(study, evaluated):
     assert failed.startswith("b/seed-1 ended with 2: qerl: it holds NaN")
     runs = [f"{arm}/seed-{seed}" for seed in (0, 1, 2) for arm in "ab"]
     assert groups == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
-
-
-def test_a_group_too_long_for_one_command_is_halved(study, evaluated, monkeypatch):
-    monkeypatch.setattr(runner, "ARGUMENT", 1)
-    sizes = []
-
-    def evaluate(name, log, options):
-        sizes.append(len(options))
-        written(*options)
-        return 0
-
-    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}})), evaluate) == []
-    assert sizes == [1] * 6
-
-
-def test_a_group_whose_engine_did_not_start_is_begun_again(study, evaluated):
-    sizes = []
-
-    def evaluate(name, log, options):
-        sizes.append([Path(one["output_dir"]).name for one in options])
-        log.write_text("$ qerl evaluate-each\nEngine core initialization failed\n")
-        written(*(options[:6] if len(sizes) == 1 else options))
-        return 1 if len(sizes) == 1 else 0
-
-    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}}, evaluations=BOTH)), evaluate) == []
-    assert sizes == [["greedy"] * 6 + ["sampled"] * 6, ["sampled"] * 6], "as a group, for what is still missing"
 
 
 def test_a_group_is_no_longer_than_an_argument_may_be(study, evaluated):
@@ -575,17 +442,6 @@ def test_a_run_that_fails_is_named_and_the_others_have_their_page(study, tmp_pat
     assert len(rows[(rows.arm == "b") & (rows.metric == "accuracy")]) == 2
 
 
-def test_a_refusal_is_told_whole_and_at_the_end_the_first_five_are(study, calls, tmp_path, capsys):
-    refusal = "qerl: no room for the engine:\n  3 GB are free\n(QERL_TRACEBACK=1 shows the traceback)"
-    calls(lambda name, log, machine: log.write_text(f"$ qerl train\na warning\n{refusal}\n") and 2)
-    with pytest.raises(StudyError) as error:
-        runner.run(read(study(sweep=None)), tmp_path / "out")
-    assert "a/seed-0 ended with 2: qerl: no room for the engine: 3 GB are free (all" in str(error.value)
-    assert "b/seed-2" not in str(error.value) and str(error.value).endswith("and 1 more, whose reasons stand above")
-    said = capsys.readouterr().err
-    assert "b/seed-2: failed: qerl: no room for the engine: 3 GB are free" in said and "0 of 6 runs are there" in said
-
-
 def test_a_stop_begins_nothing_more_and_names_no_failure(study, calls, tmp_path):
     machine, out, plan = runner.Machine("CPU"), tmp_path / "out", read(study(sweep=None))
 
@@ -605,57 +461,12 @@ def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
     assert said.exit_code == 0 and "stopped before the end; the same command goes on" in said.output
 
 
-def test_what_a_study_leaves_is_there_as_a_whole(study, tmp_path, monkeypatch, calls, rows_table):
-    """Check that files are written as a whole.
-
-    Whoever sums up studies while one runs, or after a power cut, must find no partial file.
-    """
-    plan, out = read(study(sweep=None)), tmp_path / "out"
-    calls(lambda *_: 1)
-    for write in ("write_text", "write_bytes"):
-        monkeypatch.setattr(Path, write, lambda *_, **options: pytest.fail("written where it is read"))
-    monkeypatch.setattr(runner, "_reason", lambda log: "no")
-    with pytest.raises(StudyError, match="ended with 1"):
-        runner.run(plan, out)
-    left = json.loads((out / "study.json").read_text())
-    assert left.pop(runner.RECIPE) == {"model_name_or_path": "base"} and Study.model_validate(left) == plan
-    inventory.write_table(rows_table([("a", 0, 1, "reward", 0.5)]), out / inventory.TABLE)
-    assert "0/6 runs" in conduct(Path("study.yaml"), table=out / inventory.TABLE).read_text()
-
-
 def test_two_studies_never_work_in_one_folder(study, claimed, tmp_path):
     plan = read(study(sweep=None, seeds=[0]))
     handle = lock(claimed(plan, tmp_path / "out"))
     with pytest.raises(StudyError, match="another `qerl study` is at work in"):
         runner.run(plan, tmp_path / "out")
     os.close(handle)
-
-
-def test_a_training_that_a_killed_study_left_is_waited_for(study, calls, claimed, tmp_path, monkeypatch):
-    plan = read(study(sweep=None, seeds=[0]))
-    run, refused, at = claimed(plan, tmp_path / "out") / "a/seed-0", [], []
-    run.mkdir(parents=True)
-    handle = lock(run)
-
-    def ask(folder):
-        try:
-            return lock(folder)
-        except BlockingIOError:
-            refused.append(folder)
-            if len(refused) == 2:
-                os.close(handle)  # the training ends here
-            raise
-
-    def train(name, log, machine):
-        at.append((name, len(refused)))
-        log.write_text("qerl: no")
-        return 1
-
-    monkeypatch.setattr(runner, "lock", lambda folder: ask(folder) if folder.name == "seed-0" else lock(folder))
-    calls(train)
-    with pytest.raises(StudyError, match="ended with 1: qerl: no"):
-        runner.run(plan, tmp_path / "out")
-    assert refused == [run, run] and at == [("a/seed-0", 2), ("b/seed-0", 2)]
 
 
 @pytest.mark.slow
