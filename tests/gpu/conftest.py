@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,16 @@ ROWS: list[dict[str, Any]] = []
 
 
 @pytest.fixture(scope="session")
-def record() -> Callable[[str, Any], None]:
+def record():
     """Return record(what, figure), which adds one row to the table."""
 
-    def add(what: str, figure: Any) -> None:
+    def add(what, figure):
         ROWS.append({"what": what, "figure": figure})
 
     return add
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     if not ROWS:
         return
     terminalreporter.section("measured on this GPU")
@@ -36,7 +35,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def hopper() -> None:
+def hopper():
     """Skip the test unless it runs on a Hopper GPU."""
     from qerl_kernels import linear_tiles
 
@@ -45,7 +44,7 @@ def hopper() -> None:
 
 
 @pytest.fixture(scope="session")
-def start_engine() -> Callable[..., Any]:
+def start_engine():
     """Return start_engine(folder, **options), which starts a vllm.LLM under qerl_nvfp4.
 
     It is small unless the options say otherwise. One with ``kv_cache_memory_bytes`` may share its GPU with other tests:
@@ -53,7 +52,7 @@ def start_engine() -> Callable[..., Any]:
     """
     from vllm import LLM
 
-    def start(folder: Path, **options: Any) -> Any:
+    def start(folder, **options):
         usual = {
             "quantization": "qerl_nvfp4",
             "dtype": "bfloat16",
@@ -68,7 +67,7 @@ def start_engine() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+def make_checkpoints(tmp_path_factory):
     """Return make_checkpoints(seed, written=1.0, **config), which makes BF16 and NVFP4 folders of a random Qwen2 with
     random norms.
 
@@ -79,7 +78,7 @@ def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     from qerl_recipes.convert.quantize import quantize_checkpoint
     from qerl_recipes.tasks.running_sum import tokenizer
 
-    def make(seed: int, written: float = 1.0, **config: Any) -> tuple[Path, Path]:
+    def make(seed, written=1.0, **config):
         torch.manual_seed(seed)
         fixed = {
             "vocab_size": 512,
@@ -109,7 +108,7 @@ def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 
 @pytest.fixture(scope="session")
-def checkpoints(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
+def checkpoints(make_checkpoints):
     """Make BF16 and NVFP4 folders of a random Qwen2 with Qwen2.5-0.5B's layer sizes and 4 layers."""
     return make_checkpoints(
         0,
@@ -122,15 +121,69 @@ def checkpoints(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Pat
     )
 
 
+@pytest.fixture(scope="session")
+def deep(make_checkpoints):
+    """Make BF16 and NVFP4 folders of a model with 32 layers.
+
+    As in a trained model, each layer adds little to the residual stream.
+    """
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 32, "num_attention_heads": 8}
+    return make_checkpoints(1, written=0.2, tie_word_embeddings=False, **sizes)
+
+
+@pytest.fixture(scope="session")
+def dense():
+    """Return dense(folders), the model in fp32 with the dequantized weights of the packed folder."""
+    from qerl_kernels import nvfp4
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    @torch.no_grad()
+    def build(folders):
+        model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).cuda().eval()
+        packed = load_file(next(folders[1].glob("*.safetensors")), device="cuda")
+        for name, module in model.named_modules():
+            if f"{name}.weight_packed" in packed:
+                parts = (packed[f"{name}.{part}"] for part in ("weight_packed", "weight_scale", "weight_global_scale"))
+                codes, scales, divisor = parts
+                module.weight.copy_(nvfp4.dequantize(codes, scales).float() / divisor)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def off_by():
+    """Return off_by(engine, model, prompts, request=None).
+
+    It gives the difference of the engine's log-probability from the model's, for each token of each prompt but the
+    first.
+    """
+    from vllm import SamplingParams
+
+    def measure(engine, model, prompts, request=None):
+        inputs, found = [{"prompt_token_ids": ids} for ids in prompts], []
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        outputs = engine.generate(inputs, sampling, lora_request=request, use_tqdm=False)
+        for ids, output in zip(prompts, outputs, strict=True):
+            with torch.no_grad():
+                theirs = model(torch.tensor([ids], device="cuda")).logits[0].float().log_softmax(-1)
+            ours = (output.prompt_logprobs[at][ids[at]].logprob for at in range(1, len(ids)))
+            found += [abs(value - float(theirs[at, ids[at + 1]])) for at, value in enumerate(ours)]
+        return found
+
+    return measure
+
+
 @pytest.fixture
-def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
+def three_grpo_steps(tmp_path):
     """Return train(recipe, **overrides), which trains through the command line and gives the mean log-probability
     mismatch.
 
     ``recipe`` names one of the demo's recipes.
     """
 
-    def train(recipe: str, **overrides: Any) -> float:
+    def train(recipe, **overrides):
         settings = {
             "use_cpu": "false",
             "bf16": "true",

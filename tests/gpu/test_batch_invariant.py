@@ -8,10 +8,8 @@ VLLM_BATCH_INVARIANT=1 tests/gpu/run.sh tests/gpu/test_batch_invariant.py
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ LAYERS = {"7B qkv": (4608, 3584), "7B gate_up": (37888, 3584), "7B down": (3584,
 PROMPTS = [[(13 * i + 7 * j) % 500 + 2 for j in range(60)] for i in range(4)]
 
 
-def example(N: int, K: int, operand: torch.dtype):
+def example(N, K, operand):
     """Return a tiled weight with free order, the same with fixed order, and an adapter."""
     import gate
     from qerl_kernels import tiles
@@ -57,7 +55,7 @@ def test_a_token_has_the_same_bits_in_every_batch(shape, operand):
     assert not all(torch.equal(y, ordinary[0]) for y in ordinary)
 
 
-def test_what_one_order_costs(record: Callable[[str, Any], None]):
+def test_what_one_order_costs(record):
     import timing
     from qerl_kernels import linear_tiles, tiles
 
@@ -84,21 +82,14 @@ def test_what_one_order_costs(record: Callable[[str, Any], None]):
 
 @pytest.mark.skipif(os.environ.get("VLLM_BATCH_INVARIANT") != "1", reason="set VLLM_BATCH_INVARIANT=1")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_mismatch_of_a_trainer_on_the_same_kernel(
-    dtype: str,
-    make_checkpoints: Callable[..., tuple[Path, Path]],
-    start_engine: Callable[..., Any],
-    record: Callable[[str, Any], None],
-):
+def test_the_mismatch_of_a_trainer_on_the_same_kernel(dtype, deep, start_engine, off_by, record):
     """Use the model of test_depth.py; its trainer reads the engine's weights with the engine's kernel."""
     from vllm import SamplingParams
 
     from qerl_recipes.model import loading
     from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 32, "num_attention_heads": 8}
-    _, folder = make_checkpoints(1, written=0.2, tie_word_embeddings=False, **sizes)
-    options = {"policy_adapter": {"rank": 16}, "kernel": "batch_invariant"}
+    folder, options = deep[1], {"policy_adapter": {"rank": 16}, "kernel": "batch_invariant"}
     engine = start_engine(
         folder,
         dtype=dtype,
@@ -110,7 +101,7 @@ def test_the_mismatch_of_a_trainer_on_the_same_kernel(
     )
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
 
-    def score(prompts: list[list[int]]) -> list[list[float]]:
+    def score(prompts):
         outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return [
             [output.prompt_logprobs[at][ids[at]].logprob for at in range(1, len(ids))]
@@ -120,11 +111,7 @@ def test_the_mismatch_of_a_trainer_on_the_same_kernel(
     together, alone = score(PROMPTS), [score([ids])[0] for ids in PROMPTS]
     record(f"batch invariant {dtype}: the same bits alone and in a batch of 4", together == alone)
     trainer = loading.load(folder, getattr(torch, dtype), weights=frozen_weights(engine))
-    found = []
-    for ids, sampled in zip(PROMPTS, together, strict=True):
-        with torch.no_grad():
-            learned = trainer(torch.tensor([ids], device="cuda")).logits[0].float().log_softmax(-1)
-        found += [abs(value - float(learned[at, ids[at + 1]])) for at, value in enumerate(sampled)]
+    found = off_by(engine, trainer, PROMPTS)
     record(f"batch invariant {dtype}, 32 layers: log-probability difference of engine and trainer: mean",
            f"{sum(found) / len(found):.5f}")  # fmt: skip
     assert together == alone

@@ -4,9 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ pytestmark = pytest.mark.gpu
 LIMIT_GB = 24
 
 
-def test_a_step_is_measured_within_a_limit_of_memory(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
+def test_a_step_is_measured_within_a_limit_of_memory(tmp_path, record):
     file = tmp_path / "tiny.json"
     options = "--shape tiny --arms qerl_nvfp4 --groups 2 --generations 4 --prompt 32 --completion 32 --rank 8"
     line = [sys.executable, "-m", "qerl_recipes.cli", "bench", "train", *options.split(), "--pack_tokens", "256"]
@@ -32,7 +29,7 @@ def test_a_step_is_measured_within_a_limit_of_memory(tmp_path: Path, record: Cal
     assert 0 < peak["allocated"] <= peak["reserved"] < peak["process"] < LIMIT_GB
 
 
-def test_other_stacks_make_steps(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
+def test_other_stacks_make_steps(tmp_path, record):
     """Learn fast, so that an engine left behind by two steps would differ from the trainer far more."""
     file = tmp_path / "others.json"
     options = (

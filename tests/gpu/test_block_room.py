@@ -2,8 +2,6 @@
 completions.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ PROMPTS = [(SHARED if row % 3 else []) + [row + 2] * (5 * row + 3) for row in ra
 
 
 @pytest.mark.parametrize("blocks", [None, 60])  # 60 blocks do not hold all 16 requests at once
-def test_completions_are_those_of_vllm_to_the_bit(
-    start_engine: Callable[..., Any], checkpoints: tuple[Path, Path], blocks: int | None
-) -> None:
+def test_completions_are_those_of_vllm_to_the_bit(start_engine, checkpoints, blocks):
     from vllm import SamplingParams
 
     from qerl_recipes.rollout import sampling as completions
@@ -36,7 +32,7 @@ def test_completions_are_those_of_vllm_to_the_bit(
     room = scheduler.kv_cache_manager
     assert type(room) is BlockRoom
 
-    def sampling() -> list[SamplingParams]:
+    def sampling():
         how: dict[str, Any] = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True}
         return [SamplingParams(max_tokens=20 + 7 * row, seed=row, **how) for row in range(len(PROMPTS))]
 

@@ -5,9 +5,7 @@ bits.
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -46,18 +44,13 @@ SETTINGS = {
 
 
 @pytest.fixture
-def train(
-    checkpoints: tuple[Path, Path],
-    run_process: Callable[..., None],
-    hold_port: Callable[[], int],
-    tmp_path: Path,
-) -> Callable[..., Path]:
+def train(checkpoints, run_process, hold_port, tmp_path):
     """Return train(name, processes, *flags, script=False), which gives the folder of a run.
 
     The number of completions per step is the same for any number of processes.
     """
 
-    def run(name: str, processes: int, *flags: str, script: bool = False) -> Path:
+    def run(name, processes, *flags, script=False):
         folder = tmp_path / name
         share = COMPLETIONS // SETTINGS["gradient_accumulation_steps"] // processes  # type: ignore[operator]
         own = {"model_name_or_path": checkpoints[1], "output_dir": folder, "per_device_train_batch_size": share}
@@ -77,23 +70,21 @@ def train(
     return run
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
+def metrics(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     clock = ("_tokens_per_s", "step_seconds")
     return [{name: value for name, value in record.items() if not name.endswith(clock)} for record in records]
 
 
-def column(folder: Path, step: int, name: str) -> list[Any]:
+def column(folder, step, name):
     return pd.read_parquet(folder / "completions" / f"completions_{step:05d}.parquet")[name].tolist()
 
 
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
+def adapter(folder):
     return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
-def test_on_given_completions_two_have_the_loss_and_the_gradient_of_one(
-    train: Callable[..., Path], record: Callable[[str, Any], None]
-) -> None:
+def test_on_given_completions_two_have_the_loss_and_the_gradient_of_one(train, record):
     flags = ["--rollout_engine", scripted_rollouts.NAME, "--save_strategy", "no"]
     one, two = (train(f"scripted_{n}", n, *flags, script=True) for n in (1, 2))
     off = dict.fromkeys(("loss", "grad_norm", "entropy", "logp_diff_mean"), 0.0)
@@ -107,9 +98,7 @@ def test_on_given_completions_two_have_the_loss_and_the_gradient_of_one(
     record("two GPUs to one, given completions: largest difference", ", ".join(f"{k} {v:.1e}" for k, v in off.items()))
 
 
-def test_two_with_an_engine_each_have_the_prompts_of_one_and_resume_to_the_same_bits(
-    train: Callable[..., Path], record: Callable[[str, Any], None]
-) -> None:
+def test_two_with_an_engine_each_have_the_prompts_of_one_and_resume_to_the_same_bits(train, record):
     one, two = train("one", 1, "--save_strategy", "no"), train("two", 2, "--share_weights", "true")
     resume = ["--resume_from_checkpoint", str(two / "checkpoint-2"), "--share_weights", "false"]
     resumed = train("resumed", 2, *resume)

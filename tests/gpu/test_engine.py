@@ -1,9 +1,5 @@
 """Test the plugin under torch.compile and CUDA graphs."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from qerl_kernels import nvfp4
@@ -22,18 +18,18 @@ ROOM = {
 
 
 @pytest.fixture(scope="module", params=ROOM)
-def engine(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path], request: pytest.FixtureRequest) -> Any:
+def engine(start_engine, checkpoints, request):
     return start_engine(checkpoints[1], kv_cache_memory_bytes=1 << 30, **ROOM[request.param])
 
 
 @pytest.fixture(scope="module")
-def policy(engine: Any) -> Any:
+def policy(engine):
     from qerl_vllm_plugin.policy import Policy
 
     return Policy(engine)
 
 
-def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
+def answer(engine, policy):
     """Return greedy tokens and their log-probability, decoded in batches and so through CUDA graphs.
 
     The prefix cache is emptied first, since a half-cached prompt is computed in another shape and rounds differently.
@@ -48,7 +44,7 @@ def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
     return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
 
 
-def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def random_adapter(engine, dtype, device):
     worker = engine.llm_engine.model_executor.driver_worker.worker
     from qerl_vllm_plugin.worker.policy import policy_of
 
@@ -62,34 +58,10 @@ def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[s
     return tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": 4 * RANK, "target_modules": "all-linear"}
 
 
-def test_promise_02_logits_agree_with_the_naive_reference(
-    engine: Any, policy: Any, checkpoints: tuple[Path, Path], record: Callable[[str, Any], None]
-) -> None:
+def test_promise_02_logits_agree_with_the_naive_reference(engine, policy, checkpoints, dense, off_by, record):
     """Compare with a dense fp32 model of the dequantized weights, so that only BF16 activations differ."""
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-    from vllm import SamplingParams
-
     policy.swap(None)
-    reference = AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float32).cuda().eval()
-    packed = load_file(next(checkpoints[1].glob("*.safetensors")), device="cuda")
-    with torch.no_grad():
-        for name, module in reference.named_modules():
-            if f"{name}.weight_packed" in packed:
-                codes, scales, divisor = (
-                    packed[f"{name}.{part}"] for part in ("weight_packed", "weight_scale", "weight_global_scale")
-                )
-                module.weight.copy_(nvfp4.dequantize(codes, scales).float() / divisor)
-    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = engine.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
-    differences = []
-    for ids, output in zip(PROMPTS, outputs, strict=True):
-        with torch.no_grad():
-            expected = reference(torch.tensor([ids], device="cuda")).logits[0].log_softmax(-1)
-        for position in range(1, len(ids)):
-            got = output.prompt_logprobs[position][ids[position]].logprob
-            differences.append(abs(got - float(expected[position - 1, ids[position]])))
+    differences = off_by(engine, dense(checkpoints), PROMPTS, policy.request)
     mean, largest = sum(differences) / len(differences), max(differences)
     record(
         "log-probability difference, engine (BF16 activations) to fp32 reference: mean / max",
@@ -98,7 +70,7 @@ def test_promise_02_logits_agree_with_the_naive_reference(
     assert mean < 0.02 and largest < 0.2
 
 
-def test_every_layer_runs_on_the_fastest_exact_kernel(engine: Any) -> None:
+def test_every_layer_runs_on_the_fastest_exact_kernel(engine):
     from qerl_vllm_plugin.weights.layouts import Marlin, Tiled
 
     expected = Tiled if torch.cuda.get_device_capability() == (9, 0) else Marlin
@@ -107,9 +79,7 @@ def test_every_layer_runs_on_the_fastest_exact_kernel(engine: Any) -> None:
     assert len(layouts) >= 16 and all(isinstance(layout, expected) for layout in layouts)
 
 
-def test_promise_03_noise_is_visible_and_exactly_reversible_under_cuda_graphs(
-    engine: Any, policy: Any, record: Callable[[str, Any], None]
-) -> None:
+def test_promise_03_noise_is_visible_and_exactly_reversible_under_cuda_graphs(engine, policy, record):
     policy.swap(None)
     clean, state = answer(engine, policy), policy.state(digest=True)
     assert answer(engine, policy) == clean, "the engine itself is not deterministic: nothing can be concluded"
@@ -126,8 +96,8 @@ def test_promise_03_noise_is_visible_and_exactly_reversible_under_cuda_graphs(
 
 
 def test_promise_04_and_promise_07_a_swap_is_visible_reversible_and_leaves_the_callers_tensors_alone(
-    engine: Any, policy: Any, record: Callable[[str, Any], None]
-) -> None:
+    engine, policy, record
+):
     policy.swap(None)
     clean, state = answer(engine, policy), policy.state(digest=True)
     # In the engine's own dtype and device, vLLM would alias lora_B and scale it in place.
@@ -152,7 +122,7 @@ def test_promise_04_and_promise_07_a_swap_is_visible_reversible_and_leaves_the_c
     )
 
 
-def test_the_closed_form_of_marlins_layout_is_the_gpus_repack() -> None:
+def test_the_closed_form_of_marlins_layout_is_the_gpus_repack():
     from vllm import _custom_ops as ops
 
     for N, K in ((64, 128), (1152, 896), (4864, 896)):
@@ -166,7 +136,7 @@ def test_the_closed_form_of_marlins_layout_is_the_gpus_repack() -> None:
         assert torch.equal(repacked.view(K // 16, 2 * N), repack(codes))
 
 
-def test_a_kernel_can_be_chosen_by_name() -> None:
+def test_a_kernel_can_be_chosen_by_name():
     from qerl_vllm_plugin.weights.layouts import Canonical, Marlin, Tiled, choose
 
     assert isinstance(choose(torch.bfloat16, "marlin"), Marlin)
@@ -175,7 +145,7 @@ def test_a_kernel_can_be_chosen_by_name() -> None:
     assert isinstance(choose(torch.float32), Marlin)
 
 
-def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record: Callable[[str, Any], None]) -> None:
+def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record):
     from qerl_vllm_plugin.weights.layouts import Canonical, Marlin
 
     layer = layer_with_scales(smallest=2.0**-9, largest=448.0)
@@ -186,7 +156,7 @@ def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record: Callable[[s
     torch.testing.assert_close(layout.apply(layer, x, None).float(), x.float() @ w.T, rtol=1e-2, atol=1e-2)
 
 
-def test_parts_with_unequal_tensor_scales_stay_exact() -> None:
+def test_parts_with_unequal_tensor_scales_stay_exact():
     from qerl_vllm_plugin.weights.layouts import Marlin
 
     layer = layer_with_scales(smallest=8.0, largest=448.0)
@@ -203,7 +173,7 @@ def test_parts_with_unequal_tensor_scales_stay_exact() -> None:
     torch.testing.assert_close(layout.apply(layer, x, layer.bias).float(), expected, rtol=1e-2, atol=1e-1)
 
 
-def layer_with_scales(smallest: float, largest: float) -> torch.nn.Module:
+def layer_with_scales(smallest, largest):
     """Make a bare layer of 128 x 256 random codes whose block scales lie between two given values."""
     layer = torch.nn.Module()
     layer.weight_packed = torch.nn.Parameter(

@@ -2,9 +2,6 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from qerl_recipes.bench import random_model
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.engine import VLLMRollouts
-from qerl_recipes.rollout.interface import Snapshot, Taken, Turn
+from qerl_recipes.rollout.interface import Snapshot, Turn
 
 pytestmark = pytest.mark.gpu
 
@@ -25,19 +22,19 @@ TOTALS = [sum(lengths) for lengths in LENGTHS]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("episodes") / SHAPE
     random_model.write(folder, config_json(SHAPE), packed=True, seed=0, device="cuda")
     return folder
 
 
-def turns_of(rollout: int) -> list[list[int]]:
+def turns_of(rollout):
     draw = random.Random(rollout)
     prompts = [[draw.randrange(8, 60) for _ in range(PROMPT)] for _ in range(EPISODES // GROUP)]
     return [prompt for prompt in prompts for _ in range(GROUP)]
 
 
-def go_on(ended: Sequence[Taken]) -> list[Turn]:
+def go_on(ended):
     """Return the next turns of the episodes that have one, each after an answer of a tool that takes no time."""
     return [
         Turn([*turn.tokens, *ids, *[7] * ANSWER], turn.place, turn.number + 1, LENGTHS[turn.place][turn.number + 1])
@@ -47,11 +44,9 @@ def go_on(ended: Sequence[Taken]) -> list[Turn]:
 
 
 @pytest.mark.parametrize("graphs", ["FULL_AND_PIECEWISE", "FULL"])
-def test_episodes_of_unequal_turns_cost_little_more_than_one_turn(
-    checkpoint: Path, tmp_path: Path, record: Callable[[str, Any], None], graphs: str
-) -> None:
+def test_episodes_of_unequal_turns_cost_little_more_than_one_turn(checkpoint, tmp_path, record, graphs):
     class Rollouts(VLLMRollouts):
-        def _options(self, *given: Any) -> dict[str, Any]:
+        def _options(self, *given):
             return super()._options(*given) | {"compilation_config": {"cudagraph_mode": graphs}}
 
     config = config_json(SHAPE)
@@ -77,7 +72,7 @@ def test_episodes_of_unequal_turns_cost_little_more_than_one_turn(
         accelerator=Accelerator(),
     )
 
-    def seconds(rollout: int, most: Sequence[int], follow: Callable[[Sequence[Taken]], list[Turn]]) -> float:
+    def seconds(rollout, most, follow):
         engine.begin(rollout, None)
         start = time.perf_counter()
         with engine.episodes():

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_the_other_kernels_compute_in_float16(kernel, smallest):
     assert y.dtype == torch.float16 and (y.double() - exact).norm() < 2e-3 * exact.norm()
 
 
-def test_the_product_is_as_fast_as_in_bfloat16(record: Callable[[str, Any], None]):
+def test_the_product_is_as_fast_as_in_bfloat16(record):
     import timing
     from qerl_kernels import linear_tiles, tiles
     from qerl_kernels.adapter import Adapter, padded, spans
@@ -127,52 +126,37 @@ def test_the_product_is_as_fast_as_in_bfloat16(record: Callable[[str, Any], None
     assert worst < 1.05  # the goal is 1.02, but a single run on a busy GPU scatters
 
 
-def mismatch(folder: Path, dtype: torch.dtype, start_engine: Callable[..., Any]) -> float:
-    """Return the mean |log p| difference between the engine and the trainer's model on PROMPTS."""
-    from vllm import SamplingParams
-
+@pytest.fixture
+def mismatch(start_engine, off_by):
+    """Return mismatch(folder), the mean |log p| difference between the engine and the trainer's model on PROMPTS."""
     from qerl_recipes.model import loading as models
 
-    trainer = models.load(folder, dtype).cuda()
-    engine = start_engine(
-        folder,
-        dtype=str(dtype).removeprefix("torch."),
-        gpu_memory_utilization=0.15,
-        # the size is fixed because the trainer's model takes part of the memory that vLLM would measure
-        kv_cache_memory_bytes=1 << 30,
-        max_model_len=256,
-        max_num_seqs=8,
-        additional_config={"qerl": {"policy_adapter": {"rank": 16}}},
-    )
-    outputs = engine.generate(
-        [{"prompt_token_ids": ids} for ids in PROMPTS], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
-    )
-    found = []
-    for ids, output in zip(PROMPTS, outputs, strict=True):
-        with torch.no_grad():
-            learned = trainer(torch.tensor([ids], device="cuda")).logits[0].float().log_softmax(-1)
-        for position in range(1, len(ids)):
-            sampled = output.prompt_logprobs[position][ids[position]].logprob
-            found.append(abs(sampled - float(learned[position - 1, ids[position]])))
-    return sum(found) / len(found)
+    def measure(folder):
+        trainer = models.load(folder, torch.float16).cuda()
+        engine = start_engine(
+            folder,
+            dtype="float16",
+            gpu_memory_utilization=0.15,
+            # the size is fixed because the trainer's model takes part of the memory that vLLM would measure
+            kv_cache_memory_bytes=1 << 30,
+            max_model_len=256,
+            max_num_seqs=8,
+            additional_config={"qerl": {"policy_adapter": {"rank": 16}}},
+        )
+        found = off_by(engine, trainer, PROMPTS)
+        return sum(found) / len(found)
+
+    return measure
 
 
-def test_thirty_two_layers_agree_with_the_trainer(
-    make_checkpoints: Callable[..., tuple[Path, Path]],
-    start_engine: Callable[..., Any],
-    record: Callable[[str, Any], None],
-):
+def test_thirty_two_layers_agree_with_the_trainer(deep, mismatch, record):
     """Use the model of test_depth.py, for which bfloat16 has 0.016."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 32, "num_attention_heads": 8}
-    _, folder = make_checkpoints(1, written=0.2, tie_word_embeddings=False, **sizes)
-    found = mismatch(folder, torch.float16, start_engine)
+    found = mismatch(deep[1])
     record("32 layers in float16, log-probability difference of engine and trainer: mean", f"{found:.5f}")
     assert found < 3e-3
 
 
-def test_a_model_that_overflows_does_not_start(
-    make_checkpoints: Callable[..., tuple[Path, Path]], start_engine: Callable[..., Any]
-):
+def test_a_model_that_overflows_does_not_start(make_checkpoints, start_engine):
     from safetensors.torch import load_file, save_file
 
     _, folder = make_checkpoints(2, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
@@ -184,9 +168,7 @@ def test_a_model_that_overflows_does_not_start(
         start_engine(folder, dtype="float16", gpu_memory_utilization=0.1)
 
 
-def test_three_grpo_steps(
-    checkpoints: tuple[Path, Path], three_grpo_steps: Callable[..., float], record: Callable[[str, Any], None]
-):
+def test_three_grpo_steps(checkpoints, three_grpo_steps, record):
     keys = {"dtype": "float16", "fp16": "true", "bf16": "false", "noise_mode": "both"}
     found = three_grpo_steps("nvfp4_lora_aqn.yaml", model_name_or_path=checkpoints[1], **keys)
     record("three GRPO steps in float16, noise: mean |log p| mismatch of rollout and trainer", f"{found:.5f}")
@@ -194,13 +176,11 @@ def test_three_grpo_steps(
 
 
 @pytest.mark.skipif("QERL_7B" not in os.environ, reason="minutes: set QERL_7B=1")
-def test_random_7b_layers_agree_with_the_trainer(
-    start_engine: Callable[..., Any], record: Callable[[str, Any], None], tmp_path: Path
-):
+def test_random_7b_layers_agree_with_the_trainer(mismatch, record, tmp_path):
     from qerl_recipes.bench import random_model
     from qerl_recipes.recipe.shapes import config_json
 
     random_model.write(tmp_path, config_json("7B"), packed=True, seed=0, device="cuda")
-    found = mismatch(tmp_path, torch.float16, start_engine)
+    found = mismatch(tmp_path)
     record("7B random layers in float16, log-probability difference of engine and trainer: mean", f"{found:.5f}")
     assert found < 8e-3

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,13 +123,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_swap_from_gpu_to_gpu_is_bit_equal_to_one_through_memory_and_to_one_in_process(
-    checkpoints: tuple[Path, Path],
-    start_engine: Callable[..., Any],
-    run_process: Callable[..., None],
-    record: Callable[[str, Any], None],
-    tmp_path: Path,
-    ranks: int,
-) -> None:
+    checkpoints, start_engine, run_process, record, tmp_path, ranks
+):
     from qerl_vllm_plugin.policy import Policy
 
     if torch.cuda.device_count() < ranks:
@@ -195,9 +188,7 @@ if __name__ == "__main__":
 )
 
 
-def test_a_sender_that_is_killed_while_its_memory_is_mapped_takes_nothing_with_it(
-    run_process: Callable[..., None], record: Callable[[str, Any], None], tmp_path: Path
-) -> None:
+def test_a_sender_that_is_killed_while_its_memory_is_mapped_takes_nothing_with_it(run_process, record, tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     run_process([sys.executable, tmp_path / "killed.py", "run"], tmp_path / "log", seconds=120)
     assert "survived" in (tmp_path / "log").read_text()

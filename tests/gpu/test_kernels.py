@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "bench"))
 
 
-def weight(N: int, K: int):
+def weight(N, K):
     from qerl_kernels import nvfp4_triton
 
     packed = nvfp4_triton.quantize(torch.randn(N, K, device="cuda", dtype=torch.bfloat16))

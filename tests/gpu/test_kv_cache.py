@@ -6,9 +6,6 @@ the tests of resumed runs kill one in its reward function, which is between rele
 """
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -30,7 +27,7 @@ IDS = torch.randint(2, 500, (4, 200), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]) -> Iterator[Any]:
+def engine(start_engine, checkpoints):
     """Start an engine with sleep mode; a process may have only one."""
     room = {"qerl": {"policy_adapter": {"rank": RANK}}}
     llm = start_engine(checkpoints[1], enable_sleep_mode=True, additional_config=room)
@@ -39,12 +36,12 @@ def engine(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]) -> 
 
 
 @pytest.fixture(scope="module")
-def policy(engine: Any) -> Policy:
+def policy(engine):
     return Policy(engine)
 
 
 @pytest.fixture(scope="module")
-def trainer(engine: Any, checkpoints: tuple[Path, Path]) -> Any:
+def trainer(engine, checkpoints):
     """Build a model with a LoRA adapter on the engine's weights."""
     weights = frozen_weights(engine)
     lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -56,12 +53,12 @@ def trainer(engine: Any, checkpoints: tuple[Path, Path]) -> Any:
     return model
 
 
-def adapter_of(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def adapter_of(trainer):
     tensors = get_peft_model_state_dict(trainer, save_embedding_layers=False)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}, trainer.peft_config["default"].to_dict()
 
 
-def answer(policy: Policy) -> list[tuple[tuple[int, ...], float]]:
+def answer(policy):
     """Return greedy tokens and their log-probability, computed from an empty prefix cache."""
     from vllm import SamplingParams
 
@@ -72,23 +69,21 @@ def answer(policy: Policy) -> list[tuple[tuple[int, ...], float]]:
     return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
 
 
-def worker_of(policy: Policy) -> Any:
+def worker_of(policy):
     return policy._llm.llm_engine.model_executor.driver_worker.worker
 
 
-def free() -> int:
+def free():
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
 
 
-def logits(trainer: Any) -> torch.Tensor:
+def logits(trainer):
     with torch.no_grad():
         return trainer(IDS.cuda()).logits
 
 
-def test_the_memory_of_the_cache_comes_back_and_the_trainer_reads_the_weights_meanwhile(
-    policy: Policy, trainer: Any, record: Callable[[str, Any], None]
-) -> None:
+def test_the_memory_of_the_cache_comes_back_and_the_trainer_reads_the_weights_meanwhile(policy, trainer, record):
     caches = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in worker_of(policy).model_runner.kv_caches
     }
@@ -119,7 +114,7 @@ def test_the_memory_of_the_cache_comes_back_and_the_trainer_reads_the_weights_me
     assert not any(bool(t.view(torch.int16).any()) for t in after)
 
 
-def test_answers_after_a_cycle_are_those_before_bit_for_bit_under_cuda_graphs(policy: Policy, trainer: Any) -> None:
+def test_answers_after_a_cycle_are_those_before_bit_for_bit_under_cuda_graphs(policy, trainer):
     policy.swap(*adapter_of(trainer))
     policy.set_noise(1e-2, seed=1, rollout=3)
     before, state = answer(policy), policy.state(digest=True)
@@ -133,9 +128,7 @@ def test_answers_after_a_cycle_are_those_before_bit_for_bit_under_cuda_graphs(po
     policy.swap(None)
 
 
-def test_a_hundred_cycles_leave_every_bit_and_the_memory_as_they_were(
-    policy: Policy, trainer: Any, record: Callable[[str, Any], None]
-) -> None:
+def test_a_hundred_cycles_leave_every_bit_and_the_memory_as_they_were(policy, trainer, record):
     first, config = adapter_of(trainer)
     trained = [p for p in trainer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -167,7 +160,7 @@ def test_a_hundred_cycles_leave_every_bit_and_the_memory_as_they_were(
 
 
 @pytest.mark.parametrize("kind", ["weight", "policy_b"])
-def test_a_bit_that_flips_meanwhile_is_found_and_named(policy: Policy, kind: str) -> None:
+def test_a_bit_that_flips_meanwhile_is_found_and_named(policy, kind):
     layers = worker_of(policy).model_runner.get_model().named_modules()
     name, layer = next((name, layer) for name, layer in layers if hasattr(layer, "qerl_prefix"))
     leaf = kind if hasattr(layer, kind) else "weight_packed"
@@ -180,7 +173,7 @@ def test_a_bit_that_flips_meanwhile_is_found_and_named(policy: Policy, kind: str
     policy.resume_kv_cache()
 
 
-def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy: Policy) -> None:
+def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy):
     policy.swap(None)
     before = answer(policy)
     torch.cuda.empty_cache()
@@ -194,7 +187,7 @@ def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy
     assert answer(policy) == before
 
 
-def test_the_pool_of_the_weights_holds_no_temporaries(policy: Policy, record: Callable[[str, Any], None]) -> None:
+def test_the_pool_of_the_weights_holds_no_temporaries(policy, record):
     """Check that temporaries of preparing the layers went back to the GPU, except for partly used pieces of 20 MiB."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -209,7 +202,7 @@ def test_the_pool_of_the_weights_holds_no_temporaries(policy: Policy, record: Ca
     assert pool < sum(storages.values()) + 128 * MIB
 
 
-def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record: Callable[[str, Any], None]) -> None:
+def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record):
     """Time the checksum over as many tensors, of the same sizes, as a seventh of a 32B model has."""
     layers = [
         [(27648 * 5120 // 2,), (5120 * 27648 // 4,), (55296,), (5120,), (7168 * 5120 // 2,), (7168,)] for _ in range(20)
@@ -235,16 +228,14 @@ def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record:
     assert changed == [i == 4 for i in range(len(tensors))]
 
 
-def test_three_grpo_steps_on_shared_weights_with_sleep_mode(
-    checkpoints: tuple[Path, Path], three_grpo_steps: Callable[..., float], record: Callable[[str, Any], None]
-) -> None:
+def test_three_grpo_steps_on_shared_weights_with_sleep_mode(checkpoints, three_grpo_steps, record):
     shared = {"share_weights": "true", "vllm_enable_sleep_mode": "true"}
     mismatch = three_grpo_steps("nvfp4_lora_aqn.yaml", model_name_or_path=checkpoints[1], **shared)
     record("three GRPO steps on shared weights with sleep mode: mean |log p| mismatch", f"{mismatch:.4f}")
     assert mismatch < 0.025  # measured: 0.010 to 0.017, depending on the arm (kernels/results/README.md)
 
 
-def test_a_request_to_a_released_engine_is_refused(policy: Policy) -> None:
+def test_a_request_to_a_released_engine_is_refused(policy):
     """Send a request to a released engine.
 
     This test comes last in the file, because an engine that let the request pass would break the GPU for later tests.

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,9 +44,7 @@ HELD = ("engine's weights", "engine's adapter", "trainer's weights", "KV cache",
 COMING_AND_GOING = ("gradients", "optimizer", "activations", "at work")
 
 
-def step(
-    base: Path, arm: str, checkpointing: str, output: Path, limit: str = "unlimited"
-) -> subprocess.CompletedProcess[str]:
+def step(base, arm, checkpointing, output, limit="unlimited"):
     """Run one GRPO step of 16 completions of full length in a separate process.
 
     With ``checkpointing`` "true" all blocks are recomputed, not only as many as the plan would choose.
@@ -79,9 +75,7 @@ def step(
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("arm", ["qerl_nvfp4", "bf16"])
-def test_a_step_takes_what_was_planned(
-    arm: str, checkpointing: str, checkpoints: tuple[Path, Path], tmp_path: Path, record: Callable[[str, Any], None]
-) -> None:
+def test_a_step_takes_what_was_planned(arm, checkpointing, checkpoints, tmp_path, record):
     done = step(checkpoints[arm == "qerl_nvfp4"], arm, checkpointing, tmp_path / "run")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     result = json.loads(next(row for row in done.stdout.splitlines() if row.startswith('{"parts"')))
@@ -97,7 +91,7 @@ def test_a_step_takes_what_was_planned(
     assert 0.6 < result["more"] / more < 1.05
 
 
-def test_running_out_in_training_is_explained(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_running_out_in_training_is_explained(checkpoints, tmp_path):
     done = step(checkpoints[1], "qerl_nvfp4", "true", tmp_path / "run", limit="limited")
     assert done.returncode
     assert "out of memory in training, after step 0" in done.stderr

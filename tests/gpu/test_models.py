@@ -4,7 +4,6 @@ The reference is transformers in fp32 on the dequantized weights, so only BF16 a
 and random. In a mixture of experts, a few tokens go to another expert where two are about equal.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ SMALL = {"gpu_memory_utilization": 0.06, "skip_tokenizer_init": True}
 
 
 @pytest.fixture(scope="module")
-def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+def make_family(tmp_path_factory):
     """Return make_family(name), which writes BF16 and NVFP4 folders of a random model with random norms."""
     import transformers
 
@@ -60,7 +59,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 
     made: dict[str, tuple[Path, Path]] = {}
 
-    def make(family: str) -> tuple[Path, Path]:
+    def make(family):
         if family not in made:
             torch.manual_seed(7)
             config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
@@ -81,7 +80,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return make
 
 
-def dequantized(folder: Path) -> dict[str, torch.Tensor]:
+def dequantized(folder):
     """Dequantize a packed checkpoint to fp32 under transformers' names, with two stacked expert tensors per layer."""
     from safetensors.torch import load_file
 
@@ -106,7 +105,7 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def reference(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+def reference(folder, weights=None):
     """Compute log-probabilities of ``PROMPTS`` by transformers in fp32, with ``weights`` or with the BF16 checkpoint's
     own.
     """
@@ -133,7 +132,7 @@ def reference(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> t
     return torch.cat(found).cpu()
 
 
-def served(llm: Any, request: Any = None) -> torch.Tensor:
+def served(llm, request=None):
     """Compute the same log-probabilities with an engine."""
     from vllm import SamplingParams
 
@@ -146,14 +145,12 @@ def served(llm: Any, request: Any = None) -> torch.Tensor:
     return torch.tensor(found)
 
 
-def mean(a: torch.Tensor, b: torch.Tensor) -> float:
+def mean(a, b):
     return float((a - b).abs().mean())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_promise_02_a_family_answers_as_transformers_on_its_weights(
-    family: str, start_engine: Any, make_family: Any, record: Any
-) -> None:
+def test_promise_02_a_family_answers_as_transformers_on_its_weights(family, start_engine, make_family, record):
     from qerl_vllm_plugin.policy import Policy
 
     source, folder = make_family(family)
@@ -193,9 +190,7 @@ def test_promise_02_a_family_answers_as_transformers_on_its_weights(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_folders_of_other_tools_answer_as_transformers_on_their_weights(
-    name: str, start_engine: Any, record: Any, tmp_path: Path
-) -> None:
+def test_folders_of_other_tools_answer_as_transformers_on_their_weights(name, start_engine, record, tmp_path):
     from qerl_recipes.convert.quantize import quantize_checkpoint
 
     quantize_checkpoint(FORMATS[name], tmp_path / "weights")
@@ -208,16 +203,14 @@ def test_folders_of_other_tools_answer_as_transformers_on_their_weights(
     assert mean(found, want) < TOLERANCE * (4 if has_cache else 1)
 
 
-def test_promise_06_a_mixture_is_trained_on_the_experts_that_are_served(
-    three_grpo_steps: Any, make_family: Any, record: Any
-) -> None:
+def test_promise_06_a_mixture_is_trained_on_the_experts_that_are_served(three_grpo_steps, make_family, record):
     _, folder = make_family("qwen3_moe")
     mismatch = three_grpo_steps("nvfp4_lora.yaml", model_name_or_path=folder, lora_target_modules="q_proj")
     record("qwen3_moe: mean |log p| difference of engine and trainer, three GRPO steps", f"{mismatch:.4f}")
     assert mismatch < TOLERANCE
 
 
-def test_an_fp8_cache_is_measured(start_engine: Any, make_family: Any, record: Any) -> None:
+def test_an_fp8_cache_is_measured(start_engine, make_family, record):
     _, folder = make_family("qwen3")
     want = reference(folder, dequantized(folder))
     found = {}
@@ -229,8 +222,8 @@ def test_an_fp8_cache_is_measured(start_engine: Any, make_family: Any, record: A
 
 
 def test_promise_02_experts_whose_gate_and_up_have_tensor_scales_of_their_own(
-    start_engine: Any, make_family: Any, record: Any, tmp_path: Path
-) -> None:
+    start_engine, make_family, record, tmp_path
+):
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -246,9 +239,7 @@ def test_promise_02_experts_whose_gate_and_up_have_tensor_scales_of_their_own(
     assert found < TOLERANCE
 
 
-def test_an_adapter_on_experts_in_vllm_s_slots(
-    start_engine: Any, make_family: Any, record: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_on_experts_in_vllm_s_slots(start_engine, make_family, record, tmp_path):
     """Load the adapter by vLLM's own --enable-lora, which Marlin experts support; the resident adapter does not reach
     experts.
     """

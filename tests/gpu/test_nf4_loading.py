@@ -2,8 +2,6 @@
 waits.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,13 +10,13 @@ from qerl_recipes.model.loading import load
 pytestmark = pytest.mark.gpu
 
 
-def test_weights_loaded_behind_other_work_are_those_loaded_alone(checkpoints: tuple[Path, Path]) -> None:
+def test_weights_loaded_behind_other_work_are_those_loaded_alone(checkpoints):
     """Load the weights on a stream with and without queued work.
 
     An engine in the same process leaves this thread on its own stream, whose work comes late on a busy GPU.
     """
 
-    def weights(cycles: int) -> dict[str, torch.Tensor]:
+    def weights(cycles):
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(cycles)
             model = load(checkpoints[0], torch.bfloat16, quantization="nf4")

@@ -4,9 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.timeout(400)
-def test_what_fp32_norms_cost(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
+def test_what_fp32_norms_cost(tmp_path, record):
     """Run the same kernels and LoRA slots with and without this plugin, so that only the norms differ."""
     file = tmp_path / "norms.json"
     line = [sys.executable, "-m", "qerl_recipes.cli", "bench", "rollout", "--shape", "0.5B", "--batch", "8,64"]

@@ -3,9 +3,6 @@ stored.
 """
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ pytestmark = pytest.mark.gpu
 P, C = 96, 160
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch():
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, 512, (12, P + C), generator=generator)
     ids[:, :P] = ids[:3, :P].repeat_interleave(4, dim=0)
@@ -33,7 +30,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def policy(folder: Path, dtype: torch.dtype, implementation: str | None = None) -> Any:
+def policy(folder, dtype, implementation=None):
     loaded = model.load(folder, dtype, attn_implementation=implementation)
     adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(0)
@@ -44,22 +41,18 @@ def policy(folder: Path, dtype: torch.dtype, implementation: str | None = None) 
     return adapted
 
 
-def score(
-    adapted: Any, pack_tokens: int, autocast: Callable[[], Any] = contextlib.nullcontext
-) -> tuple[torch.Tensor, torch.Tensor]:
+def score(adapted, pack_tokens, autocast=contextlib.nullcontext):
     ids, mask = batch()
     rows = pack(ids, mask, C, pack_tokens, share_prompts=logprobs.shares_prompts(adapted))
     return logprobs.completion_logprobs(adapted, adapted, rows, (len(ids), C), 1.0, autocast)
 
 
-def autocast() -> Any:
+def autocast():
     return torch.autocast("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_packed_rows_give_the_numbers_of_each_sequence_alone(
-    implementation: str, checkpoints: tuple[Path, Path]
-) -> None:
+def test_packed_rows_give_the_numbers_of_each_sequence_alone(implementation, checkpoints):
     adapted = policy(checkpoints[1], torch.float32, implementation)
     ids, mask = batch()
     expected = torch.zeros(len(ids), C, device="cuda")
@@ -82,9 +75,7 @@ def test_packed_rows_give_the_numbers_of_each_sequence_alone(
             torch.testing.assert_close(weight.grad, gradients[name], rtol=0, atol=5e-3 * largest, msg=name)
 
 
-def test_one_attention_call_for_a_row_gives_the_numbers_of_a_call_for_each_sequence(
-    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, record: Callable[[str, Any], None]
-) -> None:
+def test_one_attention_call_for_a_row_gives_the_numbers_of_a_call_for_each_sequence(checkpoints, monkeypatch, record):
     adapted = policy(checkpoints[1], torch.bfloat16)
     logprobs.prepare(adapted)
     calls, inner, results = [], attention.varlen_attn, []
@@ -108,7 +99,7 @@ def test_one_attention_call_for_a_row_gives_the_numbers_of_a_call_for_each_seque
         assert (mine - theirs).norm() < 0.05 * theirs.norm()
 
 
-def test_the_adapted_linear_is_that_of_peft(checkpoints: tuple[Path, Path]) -> None:
+def test_the_adapted_linear_is_that_of_peft(checkpoints):
     adapted = policy(checkpoints[1], torch.bfloat16)
     results = []
     for installed in (False, True):
@@ -126,7 +117,7 @@ def test_the_adapted_linear_is_that_of_peft(checkpoints: tuple[Path, Path]) -> N
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "tiles"])
-def test_an_adapted_linear_rounds_its_output_once(kind: str, record: Callable[[str, Any], None]) -> None:
+def test_an_adapted_linear_rounds_its_output_once(kind, record):
     """Check that the output is rounded once, as in the engine's kernel.
 
     A plain cuBLAS product would be rounded before the addition.
@@ -156,9 +147,7 @@ def test_an_adapted_linear_rounds_its_output_once(kind: str, record: Callable[[s
     assert error < 1.1 * least
 
 
-def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(
-    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, record: Callable[[str, Any], None]
-) -> None:
+def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(checkpoints, monkeypatch, record):
     adapted = policy(checkpoints[1], torch.bfloat16)
     adapted.gradient_checkpointing_enable({"use_reentrant": False})
     adapted.enable_input_require_grads()

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,12 +56,7 @@ if __name__ == "__main__":
 '''
 
 
-def test_two_stages_answer_as_one_engine_does(
-    checkpoints: tuple[Path, Path],
-    run_process: Callable[..., None],
-    record: Callable[[str, Any], None],
-    tmp_path: Path,
-) -> None:
+def test_two_stages_answer_as_one_engine_does(checkpoints, run_process, record, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("2 GPUs are needed")
     (tmp_path / "driver.py").write_text(DRIVER)

@@ -1,9 +1,5 @@
 """Test emptying the prefix cache on a GPU, where there are many blocks and scheduling is asynchronous."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytestmark = pytest.mark.gpu
@@ -13,12 +9,7 @@ OURS = "qerl_vllm_plugin.scheduler.scheduler"
 
 
 @pytest.mark.parametrize("scheduler_cls", [None, OURS])
-def test_promise_05_a_change_empties_all_that_holds_something(
-    start_engine: Callable[..., Any],
-    checkpoints: tuple[Path, Path],
-    record: Callable[[str, Any], None],
-    scheduler_cls: str | None,
-) -> None:
+def test_promise_05_a_change_empties_all_that_holds_something(start_engine, checkpoints, record, scheduler_cls):
     from vllm import SamplingParams
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -33,7 +24,7 @@ def test_promise_05_a_change_empties_all_that_holds_something(
     pool = scheduler.kv_cache_manager.block_pool
     blocks, sampling = pool.blocks, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 
-    def cached() -> int:
+    def cached():
         return sum(output.num_cached_tokens for output in llm.generate(PROMPTS, sampling, use_tqdm=False))
 
     cached()

@@ -5,17 +5,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomllib
 import torch
+from policy_requests import TOKEN, kept
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 
-TOKEN = "an-admin-token-of-32-characters!"
 VERSION = "x-qerl-policy-version"
 PROMPTS = [[(11 * i + 5 * j) % 500 + 2 for j in range(20 + 60 * i)] for i in range(4)]
 NEW, RANK = 16, 16
@@ -24,12 +22,7 @@ SIZES = {"q_proj": (896, 896), "v_proj": (896, 128), "o_proj": (896, 896), "up_p
 SIZES |= {"down_proj": (4864, 896)}
 
 
-def kept(client: Any) -> dict[str, Any]:
-    """Return the state without its counters."""
-    return {key: value for key, value in client.state().items() if key != "counters"}
-
-
-def adapter(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def adapter(seed):
     """Make a LoRA adapter of the tests' model on the GPU in fp32, with its config."""
     generator, tensors = torch.Generator("cuda").manual_seed(seed), {}
     for layer in range(4):
@@ -43,7 +36,7 @@ def adapter(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 @pytest.fixture
-def entry_points_are_found(tmp_path: Path) -> str:
+def entry_points_are_found(tmp_path):
     """Return the PYTHONPATH that lets vLLM find the plugin's entry points even where the project is not installed."""
     group = "vllm.endpoint_plugins"
     if any(point.name == "qerl" for point in importlib.metadata.entry_points(group=group)):
@@ -59,17 +52,11 @@ def entry_points_are_found(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def server(
-    checkpoints: tuple[Path, Path],
-    entry_points_are_found: str,
-    hold_port: Callable[[], int],
-    start_process: Callable[..., Any],
-    tmp_path: Path,
-) -> Iterator[tuple[str, float]]:
+def server(checkpoints, entry_points_are_found, hold_port, tmp_path):
     """Start the server; yield its address and the seconds until it was ready."""
-    import httpx
+    from qerl_recipes.machine.serve import started
 
-    port, log = hold_port(), tmp_path / "server.log"
+    port, began = hold_port(), time.monotonic()
     # The console script `vllm` calls this function.
     line = [sys.executable, "-c", "from vllm.entrypoints.cli.main import main; main()", "serve", str(checkpoints[1])]
     line += ["--quantization", "qerl_nvfp4", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
@@ -82,18 +69,11 @@ def server(
         "QERL_ADMIN_TOKEN": TOKEN,
         "PYTHONPATH": entry_points_are_found,
     }
-    process, url, began = start_process(line, log, **environment), f"http://127.0.0.1:{port}", time.monotonic()
-    while True:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                break
-        except httpx.HTTPError:
-            assert process.poll() is None and time.monotonic() < began + 300, log.read_text()[-6000:]
-        time.sleep(0.2)
-    yield url, time.monotonic() - began
+    with started(line, port, tmp_path / "log", environment, seconds=300) as running:
+        yield running.url, time.monotonic() - began
 
 
-def asked(url: str) -> tuple[list[tuple[int, ...]], set[str]]:
+def asked(url):
     """Ask the server for greedy tokens after each prompt; return them with the versions that the answers name."""
     import openai
 
@@ -108,7 +88,7 @@ def asked(url: str) -> tuple[list[tuple[int, ...]], set[str]]:
     return tokens, versions
 
 
-def expected(engine: Any, policy: Any) -> list[tuple[int, ...]]:
+def expected(engine, policy):
     """Compute the same tokens with an engine in this process, also one prompt at a time."""
     from vllm import SamplingParams
 
@@ -117,17 +97,12 @@ def expected(engine: Any, policy: Any) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-def agree(found: list[tuple[int, ...]], wanted: list[tuple[int, ...]]) -> int:
+def agree(found, wanted):
     """Count the equal answers; a near tie may give the other token."""
     return sum(a == b for a, b in zip(found, wanted, strict=True))
 
 
-def test_a_running_server_takes_adapter_and_noise_and_names_its_versions(
-    server: tuple[str, float],
-    start_engine: Callable[..., Any],
-    checkpoints: tuple[Path, Path],
-    record: Callable[[str, Any], None],
-) -> None:
+def test_a_running_server_takes_adapter_and_noise_and_names_its_versions(server, start_engine, checkpoints, record):
     import threading
 
     import vllm
@@ -185,7 +160,7 @@ def test_a_running_server_takes_adapter_and_noise_and_names_its_versions(
 
     questions, spans = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120), []
 
-    def stream() -> None:
+    def stream():
         raw = questions.completions.with_raw_response.create(
             model="base", prompt=PROMPTS[0], max_tokens=1500, temperature=1.0, extra_body={"ignore_eos": True}
         )

@@ -3,9 +3,6 @@ computes.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +20,7 @@ IDS = torch.randint(2, 500, (4, 200), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module", params=["auto", "marlin"])
-def engine(
-    request: pytest.FixtureRequest, start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]
-) -> Iterator[Any]:
+def engine(request, start_engine, checkpoints):
     """Start an engine with this GPU's layout, and one with Marlin's."""
     gc.collect()  # free the previous engine: vLLM stops if memory becomes free while it measures its own
     torch.cuda.empty_cache()
@@ -36,20 +31,20 @@ def engine(
 
 
 @pytest.fixture(scope="module")
-def layers(engine: Any) -> list[Any]:
+def layers(engine):
     """Return the quantized layers of the engine."""
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     return [module for module in model.modules() if hasattr(module, "qerl_prefix")]
 
 
-def logits_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_gradient(model):
     x = model.get_input_embeddings()(IDS.to(model.device)).detach().requires_grad_()
     logits = model(inputs_embeds=x).logits.float()
     logits.log_softmax(-1)[..., 3].sum().backward()
     return logits.detach(), x.grad.float()
 
 
-def assert_same_bits(shared: Any, own: Any) -> None:
+def assert_same_bits(shared, own):
     """Assert that every frozen linear gives the same bits in forward and gradient."""
     theirs = dict(own.named_modules())
     for name, layer in shared.named_modules():
@@ -65,9 +60,7 @@ def assert_same_bits(shared: Any, own: Any) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), name
 
 
-def test_marlins_tensors_are_the_closed_form_of_the_checkpoints(
-    layers: list[Any], checkpoints: tuple[Path, Path], record: Callable[[str, Any], None]
-) -> None:
+def test_marlins_tensors_are_the_closed_form_of_the_checkpoints(layers, checkpoints, record):
     on_marlin = [layer for layer in layers if isinstance(layer.quant_method.layout, Marlin)]
     if not on_marlin:
         pytest.skip("this engine has no layer in Marlin's layout")
@@ -92,9 +85,7 @@ def test_marlins_tensors_are_the_closed_form_of_the_checkpoints(
     record("Marlin's codes, block scales and tensor scales equal to their closed form, layers", len(on_marlin))
 
 
-def test_the_trainer_allocates_no_second_copy_and_computes_the_same(
-    engine: Any, layers: list[Any], checkpoints: tuple[Path, Path], record: Callable[[str, Any], None]
-) -> None:
+def test_the_trainer_allocates_no_second_copy_and_computes_the_same(engine, layers, checkpoints, record):
     """Compare the trainer on shared weights with one on its own weights in the checkpoint's layout.
 
     Tiles use another kernel, so results are equal up to the order of sums. Marlin's tensors use the same kernel, so

@@ -2,10 +2,6 @@
 afterwards.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from qerl_vllm_plugin.adapter.check import AdapterError
@@ -16,7 +12,7 @@ pytestmark = pytest.mark.gpu
 PROMPTS = [[(7 * i + 3 * j) % 500 + 2 for j in range(40 + i)] for i in range(8)]
 
 
-def answer(llm: Any) -> list[tuple[int, ...]]:
+def answer(llm):
     """Return greedy tokens, computed from an empty prefix cache."""
     from vllm import SamplingParams
 
@@ -26,9 +22,7 @@ def answer(llm: Any) -> list[tuple[int, ...]]:
     return [tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, sampling, use_tqdm=False)]
 
 
-def test_a_sleeping_engine_refuses_changes_and_has_its_policy_when_it_wakes(
-    start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]
-) -> None:
+def test_a_sleeping_engine_refuses_changes_and_has_its_policy_when_it_wakes(start_engine, checkpoints):
     room = {"qerl": {"policy_adapter": {"rank": 16}}}
     llm = start_engine(checkpoints[1], enable_sleep_mode=True, additional_config=room)
     policy = Policy(llm)

@@ -1,9 +1,5 @@
 """Run three GRPO steps through the command line in each arm, on a random model with Qwen2.5-0.5B's layer sizes."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytestmark = pytest.mark.gpu
@@ -18,12 +14,7 @@ ARMS = {
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_three_grpo_steps(
-    arm: str,
-    checkpoints: tuple[Path, Path],
-    three_grpo_steps: Callable[..., float],
-    record: Callable[[str, Any], None],
-) -> None:
+def test_three_grpo_steps(arm, checkpoints, three_grpo_steps, record):
     quantization, noise_mode = ARMS[arm]
     base = checkpoints[1] if quantization == "qerl_nvfp4" else checkpoints[0]
     recipe = "nvfp4_lora.yaml" if noise_mode == "none" else "nvfp4_lora_aqn.yaml"

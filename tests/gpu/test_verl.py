@@ -2,9 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +34,7 @@ KEYS = (
 
 
 @pytest.mark.parametrize(("gpus", "tensor_parallel"), [(1, 1), (2, 1), (2, 2)])
-def test_three_steps_of_main_ppo(
-    run_process: Callable[..., None],
-    record: Callable[[str, Any], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    tensor_parallel: int,
-) -> None:
+def test_three_steps_of_main_ppo(run_process, record, tmp_path, monkeypatch, gpus, tensor_parallel):
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"{gpus} GPUs are needed")
     fixtures = str(REPOSITORY / "tests" / "fixtures" / "verl")
