@@ -175,6 +175,26 @@ def off_by():
     return measure
 
 
+@pytest.fixture(scope="session")
+def answer():
+    """Return answer(policy), which gives greedy tokens and their log-probability for each of eight prompts.
+
+    They are decoded in batches and so through CUDA graphs. The prefix cache is emptied first, since a half-cached
+    prompt is computed in another shape and rounds differently.
+    """
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 500 + 2 for j in range(40 + i)]} for i in range(8)]
+    sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, ignore_eos=True)
+
+    def ask(policy):
+        assert policy._llm.reset_prefix_cache()
+        outputs = policy._llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
+        return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
+
+    return ask
+
+
 @pytest.fixture
 def three_grpo_steps(tmp_path):
     """Return train(recipe, **overrides), which trains through the command line and gives the mean log-probability

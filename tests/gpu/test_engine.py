@@ -29,21 +29,6 @@ def policy(engine):
     return Policy(engine)
 
 
-def answer(engine, policy):
-    """Return greedy tokens and their log-probability, decoded in batches and so through CUDA graphs.
-
-    The prefix cache is emptied first, since a half-cached prompt is computed in another shape and rounds differently.
-    """
-    from vllm import SamplingParams
-
-    assert engine.reset_prefix_cache()
-
-    sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, ignore_eos=True)
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = engine.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
-    return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
-
-
 def random_adapter(engine, dtype, device):
     worker = engine.llm_engine.model_executor.driver_worker.worker
     from qerl_vllm_plugin.worker.policy import policy_of
@@ -79,43 +64,43 @@ def test_every_layer_runs_on_the_fastest_exact_kernel(engine):
     assert len(layouts) >= 16 and all(isinstance(layout, expected) for layout in layouts)
 
 
-def test_promise_03_noise_is_visible_and_exactly_reversible_under_cuda_graphs(engine, policy, record):
+def test_promise_03_noise_is_visible_and_exactly_reversible_under_cuda_graphs(policy, record, answer):
     policy.swap(None)
-    clean, state = answer(engine, policy), policy.state(digest=True)
-    assert answer(engine, policy) == clean, "the engine itself is not deterministic: nothing can be concluded"
+    clean, state = answer(policy), policy.state(digest=True)
+    assert answer(policy) == clean, "the engine itself is not deterministic: nothing can be concluded"
     report = policy.set_noise(5e-4, seed=1, rollout=3)
     assert report.noisy_norms == 8 and report.swallowed == 0.0
-    small = answer(engine, policy)
+    small = answer(policy)
     policy.set_noise(5e-2, seed=1, rollout=3)
-    large = answer(engine, policy)
+    large = answer(policy)
     policy.clear_noise()
     assert small != clean and large != clean and large != small
     assert policy.state(digest=True).norms == state.norms
-    assert answer(engine, policy) == clean
+    assert answer(policy) == clean
     record("noise of sigma 5e-4 under CUDA graphs: visible, and cleared bit for bit", "yes")
 
 
 def test_promise_04_and_promise_07_a_swap_is_visible_reversible_and_leaves_the_callers_tensors_alone(
-    engine, policy, record
+    engine, policy, record, answer
 ):
     policy.swap(None)
-    clean, state = answer(engine, policy), policy.state(digest=True)
+    clean, state = answer(policy), policy.state(digest=True)
     # In the engine's own dtype and device, vLLM would alias lora_B and scale it in place.
     tensors, config = random_adapter(engine, torch.bfloat16, "cuda")
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     for _ in range(3):
         policy.swap(tensors, config)
-    adapted, buffers = answer(engine, policy), policy.state(digest=True).adapter
+    adapted, buffers = answer(policy), policy.state(digest=True).adapter
     assert adapted != clean
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
     policy.swap(None)
-    assert answer(engine, policy) == clean
+    assert answer(policy) == clean
     assert policy.state(digest=True).adapter == state.adapter
     policy.swap({name: tensor.cpu().float() for name, tensor in tensors.items()}, config)
     assert policy.state(digest=True).adapter == buffers
     # vLLM's LoRA kernel adds partial sums in any order, so only this carrier repeats exactly
     if policy.carrier == "resident":
-        assert answer(engine, policy) == adapted
+        assert answer(policy) == adapted
     policy.swap(None)
     record(
         f"adapter ({policy.carrier}) under CUDA graphs: visible, exactly reversible, caller's lora_B untouched", "yes"

@@ -58,17 +58,6 @@ def adapter_of(trainer):
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}, trainer.peft_config["default"].to_dict()
 
 
-def answer(policy):
-    """Return greedy tokens and their log-probability, computed from an empty prefix cache."""
-    from vllm import SamplingParams
-
-    assert policy._llm.reset_prefix_cache()
-    sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, ignore_eos=True)
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = policy._llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
-    return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
-
-
 def worker_of(policy):
     return policy._llm.llm_engine.model_executor.driver_worker.worker
 
@@ -114,7 +103,7 @@ def test_the_memory_of_the_cache_comes_back_and_the_trainer_reads_the_weights_me
     assert not any(bool(t.view(torch.int16).any()) for t in after)
 
 
-def test_answers_after_a_cycle_are_those_before_bit_for_bit_under_cuda_graphs(policy, trainer):
+def test_answers_after_a_cycle_are_those_before_bit_for_bit_under_cuda_graphs(policy, trainer, answer):
     policy.swap(*adapter_of(trainer))
     policy.set_noise(1e-2, seed=1, rollout=3)
     before, state = answer(policy), policy.state(digest=True)
@@ -128,7 +117,7 @@ def test_answers_after_a_cycle_are_those_before_bit_for_bit_under_cuda_graphs(po
     policy.swap(None)
 
 
-def test_a_hundred_cycles_leave_every_bit_and_the_memory_as_they_were(policy, trainer, record):
+def test_a_hundred_cycles_leave_every_bit_and_the_memory_as_they_were(policy, trainer, record, answer):
     first, config = adapter_of(trainer)
     trained = [p for p in trainer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -173,7 +162,7 @@ def test_a_bit_that_flips_meanwhile_is_found_and_named(policy, kind):
     policy.resume_kv_cache()
 
 
-def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy):
+def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy, answer):
     policy.swap(None)
     before = answer(policy)
     torch.cuda.empty_cache()
@@ -235,7 +224,7 @@ def test_three_grpo_steps_on_shared_weights_with_sleep_mode(checkpoints, three_g
     assert mismatch < 0.025  # measured: 0.010 to 0.017, depending on the arm (kernels/results/README.md)
 
 
-def test_a_request_to_a_released_engine_is_refused(policy):
+def test_a_request_to_a_released_engine_is_refused(policy, answer):
     """Send a request to a released engine.
 
     This test comes last in the file, because an engine that let the request pass would break the GPU for later tests.
