@@ -21,6 +21,7 @@ from qerl_recipes.files.adapter import CONFIG, NORMS, TEMPLATE, TENSORS, Adapter
 from qerl_recipes.files.base_model import local_folder, written_name
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER
+from qerl_recipes.tasks.sources import hub_ids
 from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, Target, check
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, check_tensors, inspect_folder
 from qerl_vllm_plugin.weights.formats import COMPRESSED
@@ -74,6 +75,7 @@ def export(
         trained_norms=bool(norms),
         quantization=arm,
         versions=run_state.versions(),
+        datasets=hub_ids(saved.recipe),
         name="policy" if name is None else name,
         folder=target,
     )
@@ -126,7 +128,13 @@ def _merge(
         else:
             _write_merged(report, checked, norms, partial)
         card = model_card.render_merged(
-            source, base_hash, saved.sha256(), trained_norms=bool(norms), quantization=arm, folder=target
+            source,
+            base_hash,
+            saved.sha256(),
+            trained_norms=bool(norms),
+            quantization=arm,
+            datasets=hub_ids(saved.recipe),
+            folder=target,
         )
         (partial / README).write_text(card, encoding="utf-8")
     return destination

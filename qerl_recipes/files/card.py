@@ -1,7 +1,7 @@
 """Write the README.md of a saved adapter or merged checkpoint, which says its base and how to serve it."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ WEIGHTS = {
 }
 ADAPTER = """\
 ---
-{base_model}library_name: peft
-tags: [lora, grpo, qerl]
+{metadata}library_name: peft
+tags: [lora, trl, grpo, vllm, qerl]
 ---
 
 # LoRA adapter trained with QeRL
@@ -55,8 +55,9 @@ On the 4-bit weights it was trained on, with QeRL's plugin installed:
 """
 MERGED = """\
 ---
-{base_model}base_model_relation: finetune
-tags: [grpo, qerl]
+{metadata}base_model_relation: finetune
+library_name: transformers
+tags: [trl, grpo, vllm, qerl]
 ---
 
 # Model trained with QeRL, adapter merged
@@ -84,6 +85,7 @@ def render(
     trained_norms: bool,
     quantization: str = "qerl_nvfp4",
     versions: Mapping[str, str] | None = None,
+    datasets: Sequence[str] = (),
     name: str = "policy",
     folder: str | Path,
 ) -> str:
@@ -91,7 +93,8 @@ def render(
 
     ``base`` is the absolute folder or model id that was trained on, ``base_hash`` its ``base_hash()``.
     ``adapter_config`` is the content of adapter_config.json. ``quantization`` is the base-weight format (qerl_nvfp4,
-    bf16 or nf4), ``versions`` maps package -> version, and ``folder`` is the adapter's absolute folder.
+    bf16 or nf4), ``versions`` maps package -> version, ``datasets`` are ids of the hub, and ``folder`` is the adapter's
+    absolute folder.
 
     Only the commands contain the paths of ``base`` and ``folder``, so that they work from any directory.
     """
@@ -103,7 +106,7 @@ def render(
         "lora": shlex.quote(f"{name}={folder}"),
     }
     return ADAPTER.format(
-        base_model=_metadata(base),
+        metadata=_metadata(base, datasets),
         base=_short(base),
         base_hash=base_hash,
         weights=WEIGHTS.get(quantization, quantization),
@@ -120,11 +123,18 @@ def render(
 
 
 def render_merged(
-    base: str, base_hash: str, adapter_hash: str, *, trained_norms: bool, quantization: str, folder: str | Path
+    base: str,
+    base_hash: str,
+    adapter_hash: str,
+    *,
+    trained_norms: bool,
+    quantization: str,
+    datasets: Sequence[str] = (),
+    folder: str | Path,
 ) -> str:
     """Return the model card of a checkpoint with a merged adapter; ``folder`` is its absolute path."""
     return MERGED.format(
-        base_model=_metadata(base),
+        metadata=_metadata(base, datasets),
         base=_short(base),
         base_hash=base_hash,
         adapter_hash=adapter_hash,
@@ -139,6 +149,8 @@ def _short(base: str) -> str:
     return Path(base).name if Path(base).is_absolute() else base
 
 
-def _metadata(base: str) -> str:
-    """Return the hub's metadata line for the base; it can name only models of the hub."""
-    return "" if Path(base).is_absolute() else f"base_model: {base}\n"
+def _metadata(base: str, datasets: Sequence[str]) -> str:
+    """Return the hub's metadata of base, data and task; only the hub's own models and data sets can be named."""
+    lines = [] if Path(base).is_absolute() else [f"base_model: {base}"]
+    lines += [f"datasets: [{', '.join(datasets)}]"] if datasets else []
+    return "".join(f"{line}\n" for line in [*lines, "pipeline_tag: text-generation"])

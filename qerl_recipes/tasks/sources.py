@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -344,19 +344,26 @@ def _reasoning_gym(script: ScriptArguments) -> Splits:
     return reasoning_gym.load(script)
 
 
-_GSM8K = _known("openai/gsm8k", "main", ("question",), _final_number)
-_BIG_MATH = _known("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", ("prompt", "problem"), _closed_form)
-_DAPO_MATH = _known("open-r1/DAPO-Math-17k-Processed", "en", ("prompt",), _closed_form)
-
+# short name -> what ``_known`` takes, first the hub id, which recipes may give as well
+ON_HUB = {
+    "gsm8k": ("openai/gsm8k", "main", ("question",), _final_number),
+    "bigmath": ("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", ("prompt", "problem"), _closed_form),
+    "dapo_math_17k": ("open-r1/DAPO-Math-17k-Processed", "en", ("prompt",), _closed_form),
+}
 LOADERS: dict[str, DatasetLoader] = {
     "reasoning_gym": _reasoning_gym,
     "running_sum": _generated(running_sum.GENERATOR),
     "pick_number": _generated(PICK_NUMBER),
-    "gsm8k": _GSM8K,
-    "openai/gsm8k": _GSM8K,
-    "bigmath": _BIG_MATH,
-    "open-r1/Big-Math-RL-Verified-Processed": _BIG_MATH,
-    "dapo_math_17k": _DAPO_MATH,
-    "open-r1/DAPO-Math-17k-Processed": _DAPO_MATH,
+    **{name: _known(*known) for short, known in ON_HUB.items() for name in (short, known[0])},
 }
 GENERATED = ("reasoning_gym", "running_sum", "pick_number")  # generate dataset_size problems; others are cut to it
+
+
+def hub_ids(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the hub's data sets among those that a recorded recipe trains on; local ones are left out."""
+    if (recipe.get("dataset_kwargs") or {}).get("path"):  # a local copy of a known one
+        return []
+    parts = (recipe.get("dataset_mixture") or {}).get("datasets") or [{"id": recipe.get("dataset_name")}]
+    names = [str(part.get("id")) for part in parts]
+    ids = [ON_HUB[name][0] if name in ON_HUB else name for name in names]
+    return [name for name in ids if name.count("/") == 1 and not Path(name).suffix and not Path(name).exists()]

@@ -30,6 +30,7 @@ from qerl_recipes.hooks import LendsWeights, RolloutEngine
 from qerl_recipes.model import norms
 from qerl_recipes.model.lora import ADAPTER
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.tasks.sources import hub_ids
 from qerl_recipes.train import divergence
 from qerl_recipes.train.dynamic_sampling import PromptStream
 from qerl_recipes.train.loss import LossSettings
@@ -141,6 +142,7 @@ class SavingTrainer(GRPOTrainer):
             trained_norms=trained is not None,
             quantization=self.args.quantization,
             versions=run_state.versions(),
+            datasets=hub_ids(self._recipe),
             folder=(self._destination or folder).absolute(),
         )
         (folder / "README.md").write_text(text, encoding="utf-8")

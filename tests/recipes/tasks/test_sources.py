@@ -11,7 +11,7 @@ from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import prompts
 from qerl_recipes.tasks.rewards import accuracy
-from qerl_recipes.tasks.sources import LOADERS
+from qerl_recipes.tasks.sources import LOADERS, hub_ids
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "data"
 WRITTEN = ["007", "1e3", "None", "1,234", "True", "", "NA", "3.0", "null", "nan", "12345678901234567890123", " 5"]
@@ -278,3 +278,16 @@ def test_numbers_of_other_files_stay_numbers(tmp_path: Path) -> None:
     rows.to_parquet(str(tmp_path / "a" / "train.parquet"))
     rows.to_json(str(tmp_path / "b" / "train.jsonl"))
     assert answers_in(tmp_path / "a") == answers_in(tmp_path / "b") == [[7]]
+
+
+def test_a_card_names_the_data_sets_of_the_hub_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "rows").mkdir(parents=True)
+    named = {"gsm8k": ["openai/gsm8k"], "me/rows": ["me/rows"]}
+    named |= {name: [] for name in ("running_sum", "mine/rows", "gone/rows.jsonl", str(tmp_path))}
+    for name, ids in named.items():
+        assert hub_ids({"dataset_name": name}) == ids
+    parts = [{"id": "me/a"}, {"id": "mine/rows"}, {"id": "bigmath"}]
+    expected = ["me/a", "open-r1/Big-Math-RL-Verified-Processed"]
+    assert hub_ids({"dataset_name": None, "dataset_mixture": {"datasets": parts}}) == expected
+    assert hub_ids({}) == hub_ids({"dataset_name": "gsm8k", "dataset_kwargs": {"path": "a_copy"}}) == []
