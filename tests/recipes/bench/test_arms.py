@@ -14,7 +14,6 @@ import psutil
 import pytest
 from waiting import PATIENCE, runs, until
 
-from qerl_recipes.bench import rollout
 from qerl_recipes.bench.arms import ArmFailedError, ask_once, ended_cleanly
 from qerl_recipes.bench.rollout import take_turns
 from qerl_recipes.bench.rollout_arm import Case
@@ -166,10 +165,3 @@ def test_arms_end_with_the_process_that_started_them(log: Path, number: signal.S
             for process in line[1:]:
                 if runs(process):
                     os.kill(process, signal.SIGKILL)
-
-
-def test_there_is_a_rest_before_each_turn(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(rollout.time, "sleep", slept.append)
-    turns("a", repeats=1, rest_seconds=0.0123)
-    assert slept.count(0.0123) == len([line for line in lines(log) if len(line) > 2]) == 10

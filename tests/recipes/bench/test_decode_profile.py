@@ -104,14 +104,6 @@ def test_families_are_summed_within_and_outside_of_the_graph() -> None:
     assert family("void vllm::reshape_and_cache_flash_kernel<...>") == "KV write"
 
 
-def test_prompts_are_computed_before_anything_is_timed() -> None:
-    assert decode_profile.steps_ahead(8, 744, 128, 16384) == 64 - decode_profile.STEPS
-    with pytest.raises(ValueError, match="256 prompts of 8192 tokens take 131 steps of 16384 tokens"):
-        decode_profile.steps_ahead(256, 8192, 128, 16384)
-    with pytest.raises(ValueError, match="take inf steps"):
-        decode_profile.steps_ahead(256, 16, 128, 256)
-
-
 def test_an_engine_steps_halfway_through_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, light_engines: None
 ) -> None:

@@ -7,11 +7,9 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 
 import httpx
@@ -19,14 +17,12 @@ import openai
 import psutil
 import pytest
 import torch
-from waiting import PATIENCE
 
 from qerl_recipes.bench import soak, soak_load, soak_replay
 from qerl_recipes.bench.arms import serving
-from qerl_recipes.bench.soak_load import SILENT, Answer, Change, Observed, Received, Streams, ask, shares, speed
+from qerl_recipes.bench.soak_load import SILENT, Answer, Change, Observed, Received, ask, speed
 from qerl_recipes.bench.soak_replay import Verdict, difference, judge, named, portions
 from qerl_recipes.machine.serve import command
-from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin.wire import shared_file
 
 STILL = (0.0, 0, 0)  # no noise
@@ -91,11 +87,6 @@ def test_the_worst_difference_is_of_right_answers_of_one_policy():
     assert list(verdict.wrong) == [3] and verdict.wrong[3].endswith("a log-probability is 3 off")
 
 
-def test_a_reference_that_leaves_an_answer_out_is_no_judge():
-    with pytest.raises(ValueError, match="shorter"):
-        judge([answer("1", 0), answer("1", 0)], CHANGES, [lambda *asked: replay(*asked)[:1]], 1e-3)
-
-
 def test_answers_of_many_policies_are_left_out_and_controls_told_apart():
     many = [Change(i, i, STILL) for i in range(9)]
     assert named("2-7", many) == [2, 3, 4, 5, 6, 7]
@@ -116,52 +107,6 @@ def test_engines_share_the_policies_in_order(count):
     answers = [answer("1-3", 0, 1, 3), answer("2", 2, 2), answer("2", 1, 2), answer("3", 3)] * 6
     verdict = judge(answers, CHANGES, [replay] * count, 1e-3)
     assert verdict == judge(answers, CHANGES, [replay], 1e-3) and len(verdict.wrong) == 6
-
-
-def test_an_answer_is_judged_as_soon_as_all_its_policies_are_replayed():
-    answers = [answer("1", 0), answer("1-2", 0, 1), answer("3", 3, 3), answer("1", 0, 3)]
-    reported = []
-    verdict = judge(answers, CHANGES, [replay], 1e-3, lambda so_far: reported.append((so_far.one, so_far.waiting)))
-    assert reported == [(2, 2), (2, 2), (2, 1), (3, 0)], "after policy 1, 2 without noise, 2 with it, and 3"
-    assert list(verdict.wrong) == [3] and (verdict.several, verdict.waiting) == (1, 0)
-
-
-def test_an_engine_that_dies_ends_the_judging_of_the_others(monkeypatch):
-    many, judged = [Change(i, i, STILL) for i in range(80)], []
-    has_begun, has_ended = Event(), Event()
-    monkeypatch.setattr(soak_replay, "Event", lambda: has_ended)
-
-    def dies(change, answers):
-        assert has_begun.wait(PATIENCE)
-        raise RuntimeError("a reference engine has died")
-
-    def works(change, answers):
-        judged.append(change)
-        has_begun.set()
-        assert has_ended.wait(PATIENCE)
-        return [[0.0] for _ in answers]
-
-    with pytest.raises(RuntimeError, match="has died"):
-        judge([Answer([5], [1], [0.0], str(i), "length", 1) for i in range(80)], many, [works, dies], 1e-3)
-    assert len(judged) == 1, "the engine that works has half of the policies"
-
-
-def test_an_adapter_is_drawn_again_by_its_number():
-    config, drawn = config_json("tiny"), ((0, 1), (0, 1), (0, 2), (1, 1))
-    first, again, *others = (soak_replay.make_adapter(config, seed, number)[0] for seed, number in drawn)
-    for name, tensor in first.items():
-        assert torch.equal(tensor, again[name]) and not any(torch.equal(tensor, other[name]) for other in others)
-
-
-@pytest.mark.parametrize(("free", "count"), [(139, 4), (59.9, 3), (29.9, 1), (8, 1)])
-def test_as_many_reference_engines_run_as_fit(free, count, monkeypatch, tmp_path):
-    """Count the engines for a model of 5 GiB, when each has a cache of 4 GiB and needs 6 GiB at work."""
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(5 << 30)  # a sparse file takes no disk space
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 140 << 30))
-    for gpu, expected, dtype in ((None, 1, "float32"), ("a GPU", count, "bfloat16")):
-        monkeypatch.setattr(soak_replay, "installed_gpu", lambda gpu=gpu: gpu)
-        assert (soak_replay.engines(str(tmp_path)), soak_replay.dtype()) == (expected, dtype)
 
 
 @pytest.mark.parametrize("cached", [0, 2, 3])
@@ -225,21 +170,6 @@ def test_tokens_count_where_their_answer_ended():
     assert speed(answers, 1.0, 3.0) == 6.0
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (64, [64]), (65, [64, 1]), (256, [64] * 4)])
-def test_every_stream_is_of_one_process(count, sizes):
-    assert [len(numbers) for numbers in shares(count)] == sizes
-    assert [number for numbers in shares(count) for number in numbers] == list(range(count))
-
-
-def test_a_process_of_streams_that_dies_is_not_waited_for():
-    with Streams("http://127.0.0.1:1", "policy", [[1]], 1, 0) as asking:
-        process, _ = asking._children[0]
-        process.kill()
-        process.join()
-        with pytest.raises(RuntimeError, match="has died"):
-            asking.end()
-
-
 NAMED = "X-QeRL-Policy-Version"
 
 
@@ -287,18 +217,11 @@ def test_tokens_of_a_stream_go_to_their_sequences():
     [
         stream(*PIECES[:3]),
         stream(*PIECES, end="data: [DONE]\n\n"),
-        stream(*PIECES, end=""),
-        stream(choice(0, [], "abort"), choice(1, [], "abort"), end="data: [DONE]\n\n"),
     ],
 )
 def test_a_sequence_without_its_end_or_a_policy_is_lost(content):
     with pytest.raises(RuntimeError, match="without its end"):
         asked(content, 2)
-
-
-@pytest.mark.parametrize(("stop_after", "is_given_up"), [(1, True), (4, True), (5, False), (None, False)])
-def test_a_stream_is_given_up_after_so_many_pieces(stop_after, is_given_up):
-    assert (asked(stream(*PIECES), 2, None, stop_after) is None) == is_given_up
 
 
 def test_an_answer_without_a_stream_has_all_sequences_or_is_lost():
@@ -307,36 +230,6 @@ def test_an_answer_without_a_stream_has_all_sequences_or_is_lost():
     assert [(one.tokens, one.policy) for one in asked(content, 2, headers)] == [([8], "4-5"), ([9], "4-5")]
     with pytest.raises(RuntimeError, match="2 of 3 sequences were answered"):
         asked(content, 3, headers)
-
-
-def test_a_question_is_answered_or_lost_or_given_up(monkeypatch):
-    questions, ends = [], [ConnectionError("gone"), None, ["one", "other"], RuntimeError("not whole"), ["third"]]
-    received, pool = Received(), soak_load.prompts(64, 0)
-
-    async def ask(client, model, prompt, length, n, *, stream, stop_after):
-        end = ends[len(questions) % len(ends)]
-        questions.append((length, n, stream, stop_after))
-        assert prompt in pool and 8 <= length <= soak_load.LONGEST_ANSWER
-        if isinstance(end, Exception):
-            raise end
-        return end
-
-    monkeypatch.setattr(soak_load, "ask", ask)
-    asyncio.run(soak_load.run_stream(3, None, "policy", pool, 0, lambda: len(questions) == 500, received))
-    assert received.answers == ["one", "other", "third"] * 100 and received.cancelled == 100
-    assert received.lost == ["ConnectionError: gone", "RuntimeError: not whole"] * 100
-    assert {n for _, n, *_ in questions} == {1, 5} and {stream for *_, stream, _ in questions} == {True, False}
-    stopped = [(length, stream, after) for length, _, stream, after in questions if after is not None]
-    assert 10 < len(stopped) < 50 and all(stream and 1 <= after <= length // 2 for length, stream, after in stopped)
-    assert sum(length > 48 for length, *_ in questions) == pytest.approx(500 / 8, rel=0.3)
-
-
-def test_prompts_reach_over_a_block_of_any_cache_and_fill_none():
-    drawn = soak_load.prompts(64, 0)
-    assert drawn == soak_load.prompts(64, 0) != soak_load.prompts(64, 1)
-    assert len(drawn) == 24 and len({tuple(prompt) for prompt in drawn}) == 24
-    assert all(128 < len(prompt) < 262 and len(prompt) % 16 for prompt in drawn)
-    assert {min(map(min, drawn)), max(map(max, drawn))} == {2, 63}
 
 
 @pytest.fixture
@@ -391,40 +284,6 @@ def test_changes_are_recorded_as_the_server_was_told(clients):
     assert observed.seconds["swap, shared, requests=abort"] == [0.25]
 
 
-def test_an_adapter_that_goes_from_gpu_to_gpu_lies_on_one_before_the_clock_starts(clients, monkeypatch):
-    observed, (policies, calls) = Observed(changes=CHANGES[:1]), clients
-    monkeypatch.setattr(soak_load, "TRANSPORTS", ("ipc", "http"))
-    policies["ipc"] = policies["shared"]
-    tensor = SimpleNamespace(cuda=lambda: "on a GPU")
-    soak_load.push(policies, lambda number: ({"a": tensor}, {}), 0, 3.5, observed, lambda: None)
-    assert [call[3]["a"] for call in calls] == [tensor, "on a GPU", tensor, "on a GPU"]
-    expected = {"swap, http, requests=keep", "swap, ipc, requests=wait", "swap, ipc, requests=keep"}
-    assert set(observed.seconds) == expected
-
-
-def test_memory_is_looked_at_once_every_kind_of_swap_has_come(clients):
-    observed, (policies, calls), looks = Observed(changes=CHANGES[:1]), clients, []
-    look = lambda: looks.append((observed.changes[-1].adapter, {call[1:3] for call in calls if call[0] == "swap"}))  # noqa: E731
-    soak_load.push(policies, lambda number: ({}, {}), 0, 70.0, observed, look)
-    assert [number for number, _ in looks] == [30, 60]
-    assert looks[0][1] == looks[1][1] == {(way, mode) for way in policies for mode in soak_load.MODES}
-
-
-def test_an_abort_that_is_never_answered_has_no_end(clients):
-    observed, (policies, _) = Observed(changes=[Change(1, None, STILL)]), clients
-    inner = policies["shared"].swap
-
-    def swap(tensors, config, *, version, requests):
-        if requests == "abort":
-            raise ConnectionError("the server has died")
-        return inner(tensors, config, version=version, requests=requests)
-
-    policies["shared"].swap = swap
-    with pytest.raises(ConnectionError):
-        soak_load.push(policies, lambda number: ({}, {}), 0, 60.0, observed, lambda: None)
-    assert observed.aborts == [(109.0, math.inf)] and observed.changes[-1].version == 10
-
-
 SOUND = Verdict(one=30, several=5, left_out=2, worst=2e-5, controls=100, told_apart=99)
 MEMORY = {"engine 7": [100 << 20, 150 << 20, (150 << 20) + 270_000]}
 SECONDS = {"swap, http, requests=keep": [0.3, 0.1], "swap, shared, requests=abort": [0.5], "noise": [9.0]}
@@ -473,71 +332,6 @@ def test_each_fault_is_a_failure_and_is_printed(changed, message):
     assert any(line.startswith(f"FAILED: {message}") for line in soak.lines(result))
 
 
-@pytest.mark.parametrize("mib", [[100], [1, 100, 164], [100, 200, 210]])
-def test_memory_that_the_first_round_takes_is_no_growth(mib):
-    assert summary(memory={"engine 7": [size << 20 for size in mib]})["failed"] == []
-
-
-def test_a_judgement_cut_short_says_what_is_left(monkeypatch):
-    written, clock = [], SimpleNamespace(monotonic=lambda: 100.0)
-    monkeypatch.setattr(soak, "time", clock)
-    failed = lambda verdict: soak.summary(Observed(changes=CHANGES), {}, {}, verdict)["failed"]  # noqa: E731
-    report = soak.seldom(lambda verdict: written.append(failed(verdict)), 20)
-    report(Verdict(waiting=9))
-    report(Verdict(one=1, waiting=8))
-    clock.monotonic = lambda: 121.0
-    report(Verdict(one=5, several=1, waiting=3, controls=4, told_apart=2, wrong={7: "off", 2: "far off"}))
-    apart = "only 50.0% of answers are told from those of another policy: this proves nothing"
-    assert written == [
-        ["9 answers have not been judged"],
-        ["2 wrong answers, such as: far off", "3 answers have not been judged", apart],
-    ]
-    assert len(failed(Verdict())) == 2  # with nothing to judge, nothing is proven
-
-
-def test_requests_that_end_a_moment_later_do_not_run_on(monkeypatch):
-    now, pages = [0.0], [(2.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
-    monkeypatch.setattr(soak.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(soak.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-
-    def get(url):
-        assert url == "http://server/metrics"
-        running, waiting = pages.pop(0) if len(pages) > 1 else pages[0]
-        text = f'vllm:num_requests_running{{engine="0"}} {running}\nvllm:num_requests_running{{engine="1"}} 0.0\n'
-        text += f'vllm:num_requests_waiting{{engine="0"}} {waiting}\nvllm:num_requests_running_other 9.0\n'
-        return SimpleNamespace(text=text)
-
-    monkeypatch.setattr(httpx, "get", get)
-    assert soak.running("http://server") == 0 and len(pages) == 1
-    pages[:] = [(2.0, 1.0)]
-    assert soak.running("http://server") == 3
-
-
-@pytest.mark.parametrize("left", [0, 3])
-def test_a_request_that_runs_on_is_lost_and_all_processes_are_measured(left, monkeypatch):
-    passed = {}
-
-    def load(url, token, name, *, adapter, between, **options):
-        passed.update(options, where=(url, token, name, adapter(4)))
-        between()
-        between()
-        return Observed(changes=CHANGES[:1]), {"with swaps": 1.0}
-
-    monkeypatch.setattr(soak, "load", load)
-    monkeypatch.setattr(soak, "config_of", lambda folder: {"vocab_size": 64, "folder": folder})
-    monkeypatch.setattr(soak, "make_adapter", lambda config, seed, number: (config["folder"], seed, number))
-    monkeypatch.setattr(soak, "running", lambda url: left)
-    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [psutil.Process(1)] if recursive else [])
-    server = SimpleNamespace(url="http://server", process=SimpleNamespace(pid=os.getpid()))
-    observed, rates, memory = soak.measure(server, "secret", "model", 16, 30.0, 5)
-    assert passed.pop("where") == ("http://server", "secret", soak.NAME, ("model", 5, 4))
-    assert passed == {"vocabulary": 64, "streams": 16, "seed": 5, "quiet": 6.0, "busy": 24.0}
-    assert observed.lost == ([f"{left} requests still run though none waits for them"] if left else [])
-    assert rates == {"with swaps": 1.0}
-    assert [name.split()[-1] for name in memory] == [str(os.getpid()), "1"]
-    assert all(len(values) == 2 for values in memory.values())
-
-
 def test_what_is_mapped_from_shared_memory_is_no_growth():
     here, size = psutil.Process(), 64 << 20
     before = soak.own_bytes(here)
@@ -550,8 +344,7 @@ def test_what_is_mapped_from_shared_memory_is_no_growth():
         assert soak.own_bytes(here) - before > size // 2 and kept[-1] == 1
 
 
-@pytest.mark.parametrize("model", [None, "a checkpoint"])
-def test_a_soak_writes_what_is_known_before_it_judges(model, monkeypatch, tmp_path):
+def test_a_soak_writes_what_is_known_before_it_judges(monkeypatch, tmp_path):
     calls, written = {}, []
 
     @contextlib.contextmanager
@@ -575,7 +368,7 @@ def test_a_soak_writes_what_is_known_before_it_judges(model, monkeypatch, tmp_pa
     monkeypatch.setattr(soak, "check_gpus", lambda count: None)
     monkeypatch.setattr(soak, "save", lambda result, output: written.append((dict(result), output)))
     result = soak.run(
-        model=model,
+        model=None,
         shape="tiny",
         streams=3,
         minutes=0.5,
@@ -584,10 +377,10 @@ def test_a_soak_writes_what_is_known_before_it_judges(model, monkeypatch, tmp_pa
         seed=4,
         output=tmp_path / "x",
     )
-    folder = model or "tiny 4"
+    folder = "tiny 4"
     assert calls["serving"] == (folder, soak.server_options(3, 2, 2), 8) and calls["references"] == (folder, 4)
     assert calls["measure"] == ("server", "token", folder, 3, 30.0, 4)
-    assert result["model"] == (model or "random weights, shape tiny")
+    assert result["model"] == "random weights, shape tiny"
     assert calls["serving"][1][-3:-1] == ["--tensor-parallel-size", "2"] and result["tensor_parallel_size"] == 2
     assert (result["streams"], result["api_servers"], result["seed"]) == (3, 2, 4) and "commit" in result
     assert (result["rank"], result["dtype"], result["judged"]["one policy"]) == (8, "float32", 2)
@@ -640,21 +433,3 @@ def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_p
     else:
         assert len(verdict.wrong) > 10
         assert "wrong answers" in result["failed"][0]
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_several_engines_replay_as_one_does(monkeypatch, tmp_path):
-    """Compare two engines with one, as on a GPU where several fit, and check that one that dies is reported."""
-    folder = soak.write_model("tiny", 0, tmp_path / "model")
-    answers = [Answer([5, 6, 7, i], [9, i], [0.0, 0.0], "1", "length", 2) for i in range(8, 16)]
-    one = soak_replay.reference(folder, 0)
-    expected = [one(change, answers) for change in CHANGES]
-    monkeypatch.setattr(soak_replay, "engines", lambda _folder: 2)
-    with soak_replay.references(folder, 0) as replays:
-        assert len(replays) == 2
-        for place, change in enumerate(CHANGES):
-            for found, values in zip(replays[place % 2](change, answers), expected[place], strict=True):
-                assert found == pytest.approx(values, abs=1e-5)
-        with pytest.raises(RuntimeError, match="has died"):
-            replays[0](CHANGES[1], [Answer([], [], [], "1", "length", 0)])

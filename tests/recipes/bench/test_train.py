@@ -2,9 +2,6 @@
 
 import json
 import os
-import re
-import runpy
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +22,6 @@ from qerl_recipes.bench import train as bench_train
 from qerl_recipes.bench.train import PARTS, Workload, flags, parse_overrides, summarize
 from qerl_recipes.files import base_model
 from qerl_recipes.hooks import get_plugin_manager
-from qerl_recipes.machine import environment
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.memory.plan import make
 from qerl_recipes.model import loading as model
@@ -107,36 +103,6 @@ def test_fp8_weights_are_made_of_the_merged_ones() -> None:
     assert all(torch.equal(given[name], merged[name]) for name in merged)
 
 
-def test_an_fp8_engine_gets_its_weights_after_every_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qerl_recipes.bench.train_arm import FP8Rollouts
-    from qerl_recipes.rollout.engine import VLLMRollouts
-
-    events: list[str] = []
-
-    def complete(engine: Any, *arguments: Any) -> None:
-        events.append("generate")
-        engine._sleep()
-
-    monkeypatch.setattr(VLLMRollouts, "_complete", complete)
-    engine: Any = FP8Rollouts.__new__(FP8Rollouts)
-    engine._training, engine._is_lent, engine._is_asleep = SimpleNamespace(vllm_enable_sleep_mode=True), False, False
-    engine.model, is_empty = None, [True]
-    engine.llm = SimpleNamespace(
-        sleep=lambda level: events.append(f"sleep {level}"),
-        wake_up=lambda: events.append("wake"),
-        collective_rpc=lambda method, kwargs: events.append(method),
-        reset_prefix_cache=lambda: is_empty[0],
-    )
-    engine.sync_weights()
-    engine._complete([], None)
-    engine._complete([], None)
-    loaded = ["reload_weights", "generate", "sleep 2"]
-    assert events == [*loaded, "wake", *loaded]
-    is_empty[0] = False
-    with pytest.raises(RuntimeError, match="kept its prefix cache"):
-        engine.sync_weights()
-
-
 def test_other_stacks_get_the_same_work_and_the_gpu() -> None:
     work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0)
     h100 = Gpu(85 * GB, is_hopper=True)
@@ -176,55 +142,10 @@ def test_other_stacks_get_the_same_work_and_the_gpu() -> None:
     assert "sleep_mode: true" in told["remarks"][0] and told["remarks"][1] == "TRL has no recompute_layers: left out"
 
 
-def test_time_inside_another_method_counts_for_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qerl_recipes.bench import trl_arm
-
-    clock = [0.0]
-
-    class Engine:
-        def wake(self) -> None:
-            clock[0] += 3
-
-        def generate(self) -> tuple[None, list[list[int]]]:
-            self.wake()
-            clock[0] += 10
-            self.wake()
-            return None, [[1, 2], [3]]
-
-        def score(self) -> None:
-            clock[0] += 1
-            self.generate()
-            self.wake()
-
-    monkeypatch.setattr(trl_arm, "now", lambda: clock[0])
-    watch, engine = trl_arm.Watch(), Engine()
-    for name, part in (("wake", "sleep"), ("generate", "rollout"), ("score", "scoring")):
-        watch.time(engine, name, part)
-    engine.score()
-    engine.wake()
-    assert watch.seconds == {"scoring": 1.0, "rollout": 10.0, "swap": 0.0, "sleep": 12.0} and watch.tokens == 3
-
-
 def test_checkpoints_too_large_for_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10_000_000_000}))
     with pytest.raises(OSError, match=r"10\.0 GB free and the checkpoints take 21\.1 GB"):
         bench_train._check_disk(replace(TINY, shape="7B"), bench_train.ARMS, tmp_path)
-
-
-def test_a_terminated_run_leaves_no_checkpoint_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-
-    def terminated(*arguments: Any) -> None:
-        (folder,) = tmp_path.glob("scratch/*")
-        (folder / "checkpoint").write_text("")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(bench_train, "_measure", terminated)
-    (tmp_path / "scratch").mkdir()
-    with pytest.raises(SystemExit, match="143"):
-        bench_train.run(TINY, arms=["bf16"], scratch=tmp_path / "scratch", output=tmp_path / "out.json")
-    assert not list(tmp_path.glob("scratch/*")) and not (tmp_path / "out.json").exists()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_flag_overrides_the_recipe_by_its_former_name_too() -> None:
@@ -279,13 +200,6 @@ def test_a_recipe_is_timed_as_it_is_trained() -> None:
         assert (chosen["pack_tokens"], chosen["recompute_layers"]) == (planned.pack_tokens, planned.checkpointed)
 
 
-def test_a_flag_changes_a_timed_recipe() -> None:
-    overrides = parse_overrides(["--generation_batch_size", "16", "--lora_r=8"], bench_train.FIXED_BESIDE_A_RECIPE)
-    work, _ = Workload.of(RECIPES / "Qwen2.5-7B-Instruct/grpo/nvfp4_lora.yaml", 64, 2, overrides)
-    assert (work.groups, work.generations, work.prompt, work.completion, work.rank) == (2, 8, 64, 2048, 8)
-    assert work.recipe("qerl_nvfp4", cuda=True)["generation_batch_size"] == "16"
-
-
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch, light_engines: None) -> Iterator[None]:
     """Train an arm in this process, because another would import torch, vLLM and TRL again."""
@@ -309,15 +223,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, light_engines: None) -> Ite
     get_plugin_manager().unregister(train_arm)
     for trainer in trainers:
         trainer.vllm_generation.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_an_arm_prepares_its_process_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    began: list[str] = []
-    monkeypatch.setattr(environment, "prepare", lambda: began.append("prepare"))
-    monkeypatch.setattr(arms, "answer", lambda work: began.append(work.__name__))
-    runpy.run_module("qerl_recipes.bench.train_arm", run_name="__main__")
-    assert began == ["prepare", "measure"]
 
 
 @pytest.mark.integration
@@ -393,15 +298,6 @@ def test_every_character_of_a_prompt_is_one_token(vocabulary: int, tmp_path: Pat
         assert len(tokenizer) == vocabulary
 
 
-def test_rewards_follow_from_the_completion_alone() -> None:
-    from qerl_recipes.bench.train_arm import random_reward
-
-    ids = [[i, i + 1] for i in range(500)]
-    rewards = random_reward(ids)
-    assert rewards == random_reward(ids) and len(set(rewards)) == 500
-    assert 0.4 < sum(rewards) / 500 < 0.6
-
-
 def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from qerl_recipes.bench import train_arm
     from qerl_recipes.rollout.engine import VLLMRollouts
@@ -473,22 +369,6 @@ def test_the_first_step_is_not_counted() -> None:
     assert summary["peak_gb"]["process"] == pytest.approx(5.000000003)
     once = made_up(step(900.0), step(8.0))
     assert (once["repeats"], once["spread"]) == (1, None)
-
-
-def test_the_table_compares_arms_to_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    result = {"groups": 2, "generations": 4, "prompt": 10, "completion": 30, "shape": "7B", "rank": 8}
-    result |= {"gpu": "a GPU", "date": "today", "order": "one after the other"}
-    result["arms"] = {
-        arm: {"steps": [step(900.0), step(seconds)], "kv_cache_tokens": tokens, "remarks": remarks}
-        for arm, seconds, tokens, remarks in (("bf16", 12.0, 319, []), ("trl_stock", 8.0, 320, ["as [it] is"]))
-    }
-    result["arms"]["fp8_rollout"] = {"steps": [step(900.0)], "failed": "too little"}
-    result["summary"] = summarize(result)
-    bench_train.show(result)
-    printed = capsys.readouterr().out
-    assert re.findall(r"[\d.]+x", printed) == ["1.00x", "1.50x"]
-    assert "bf16: its KV cache holds 319 of 320 tokens" in printed and printed.count("some wait") == 1
-    assert "trl_stock: as [it] is" in printed and "fp8_rollout failed: too little" in printed
 
 
 ARM = """

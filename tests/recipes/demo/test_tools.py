@@ -12,6 +12,7 @@ from qerl_recipes import cli
 from qerl_recipes.train import run
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+FEW = ("--per_device_train_batch_size", "16", "--num_generations", "4")
 
 
 @pytest.fixture
@@ -29,28 +30,23 @@ def trained(tmp_path, monkeypatch, read_metrics):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("name", "calls"), [("calculator", (0.5, 1.2)), ("higher_lower", (1.0, 2.5))])
-def test_the_starting_model_calls_its_tool_now_and_then(name, calls, trained):
-    first, second = trained(name, 2)
-    assert calls[0] < first["tool_calls"] < calls[1] and first["turns"] > 1.5 and first["tool_failures"] < 0.5
-    assert 0 < first["reward"] < 0.5 and first["frac_reward_zero_std"] < 1 and second["logp_diff_mean"] < 0.03
-
-
-@pytest.mark.integration
 def test_an_environment_in_its_own_interpreter_trains_alike(trained, tmp_path):
-    few = ("--per_device_train_batch_size", "16", "--num_generations", "4")
-    here = trained("higher_lower", 2, *few)
+    here = trained("higher_lower", 2, *FEW)
     there = ("--environments", "qerl_recipes.tasks.higher_lower:HigherLower", "--environment_python", sys.executable)
     shutil.rmtree(tmp_path / "adapter")
-    apart = trained("higher_lower", 2, *few, *there)
+    apart = trained("higher_lower", 2, *FEW, *there)
     assert [record.pop("environments_lost") for record in apart] == [0.0, 0.0] and apart == here
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("name", "task"), [("calculator", "tools"), ("higher_lower", "environment:higher_lower")], ids=str
+    ("name", "task", "calls"),
+    [("calculator", "tools", (0.5, 1.2)), ("higher_lower", "environment:higher_lower", (1.0, 2.5))],
+    ids=str,
 )
-def test_the_printed_command_plays_held_out_episodes(name, task, trained, capfd, tmp_path, monkeypatch):
+def test_the_starting_model_calls_its_tool_and_the_printed_command_plays_held_out_episodes(
+    name, task, calls, trained, capfd, tmp_path, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "300")
     data = []
     if name == "calculator":
@@ -58,7 +54,9 @@ def test_the_printed_command_plays_held_out_episodes(name, task, trained, capfd,
         for split in ("train", "test"):
             (tmp_path / f"{split}.jsonl").write_text("".join(rows))
         data = ["--dataset_name", str(tmp_path), "--dataset_size", "64"]
-    trained(name, 1, *data)
+    first, second = trained(name, 2, *data, "--per_device_train_batch_size", "64")
+    assert calls[0] < first["tool_calls"] < calls[1] and first["turns"] > 1.5 and first["tool_failures"] < 0.5
+    assert 0 < first["reward"] < 0.6 and first["frac_reward_zero_std"] < 1 and second["logp_diff_mean"] < 0.03
     (printed,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("  qerl evaluate "))
     cli.app([*shlex.split(printed)[1:], "--max_samples", "24", "--temperature", "1"], standalone_mode=False)
     printed = capfd.readouterr().out

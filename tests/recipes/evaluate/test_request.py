@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 import pytest
 
@@ -76,21 +76,6 @@ def test_an_option_without_sense_is_refused(options: dict[str, Any], message: st
         evaluation(**options).checked()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"top_p": 1.0, "max_new_tokens": 1},
-        {"temperature": 0.1, "num_samples": 2},
-        {"temperature": 0.1, "top_p": 0.9, "seed": 0, "max_samples": 1},
-        {"use_chat_template": False, "chat_template_kwargs": {}},
-        {"use_chat_template": True, "chat_template": "{{ x }}"},
-        {"tasks": "gsm8k", "num_fewshot": 1},
-    ],
-)
-def test_options_at_their_limits_are_taken(options: dict[str, Any]) -> None:
-    assert evaluation(**options).checked() == evaluation(**options)
-
-
 def test_templates_and_json_are_read(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ of_the_file }}")
     assert evaluation(chat_template=str(tmp_path / "t.jinja")).checked().chat_template == "{{ of_the_file }}"
@@ -114,12 +99,8 @@ ROW = {"prompt": "1+1=", "answer": "2"}
             json.dumps(row)
             for row in (
                 {"prompt": "1+1="},
-                {"answer": "2"},
-                {**ROW, "prompt": " "},
                 {**ROW, "prompt": 1},
-                {**ROW, "prompt": 1.5},
                 {**ROW, "answer": True},
-                {**ROW, "answer": None},
                 {**ROW, "answer": " "},
             )
         ),
@@ -199,18 +180,13 @@ def test_sampling_parameters_are_taken_over_and_taken_back(
         ({"dataset_name": "openai/gsm8k", "reward_funcs": ["accuracy", "format"]}, "gsm8k"),
         ({"dataset_name": "running_sum"}, "running_sum"),
         ({"dataset_name": "bigmath"}, "math_500"),
-        ({"dataset_name": "dapo_math_17k"}, "math_500"),
-        ({"dataset_name": "reasoning_gym", "reward_funcs": ["accuracy"]}, "TASKS"),
         ({"dataset_name": "somebody/poems"}, "TASKS"),
-        ({"dataset_name": None}, "TASKS"),
         ({"dataset_name": "train.jsonl"}, "jsonl:HERE/train.jsonl"),
         ({"dataset_name": "."}, "jsonl:HERE/test.jsonl"),
         ({"dataset_name": "others"}, "TASKS"),  # lines for a custom reward
-        ({"dataset_name": "others/train.jsonl"}, "TASKS"),
         ({"dataset_name": "test.jsonl", "reward_funcs": ["exact_answer"]}, "jsonl-exact:HERE/test.jsonl"),
         ({"dataset_name": "test.jsonl", "reward_funcs": ["format", "dapo_score"]}, "jsonl-accuracy:HERE/test.jsonl"),
         ({"dataset_name": "test.jsonl", "reward_funcs": ["accuracy", "last_number"]}, "jsonl-number:HERE/test.jsonl"),
-        ({"dataset_name": "test.jsonl", "reward_funcs": ["length"]}, "jsonl-accuracy:HERE/test.jsonl"),
         ({"environments": "higher_lower"}, "environment:higher_lower"),
         ({"environments": {"a": "x.A", "b": "x.B"}, "tools": ["t"]}, "environment:a,environment:b"),
         ({"dataset_name": "gsm8k", "tools": ["t"]}, "tools --problems PROBLEMS.jsonl"),
@@ -260,13 +236,6 @@ def test_a_run_that_acts_leaves_its_problems(tmp_path: Path) -> None:
         (tmp_path / as_trained.HELD_OUT).write_text(json.dumps(ROW))
         assert "--problems" not in as_trained.command(tmp_path, {"recipe": recipe})
         (tmp_path / as_trained.HELD_OUT).unlink()
-
-
-def test_the_types_of_options_are_plain() -> None:
-    """typer before 0.29 knows no type that carries a condition, and then no command of `qerl` starts."""
-    for name, parameter in command_signature().parameters.items():
-        kind = get_args(parameter.annotation)[0]
-        assert not any(get_origin(part) is Annotated for part in (kind, *get_args(kind))), name
 
 
 def test_another_environment_has_no_part_in_the_runs_tools() -> None:

@@ -32,9 +32,6 @@ def size_of(name: str) -> ModelSize:
     ("name", "parameters", "without_embeddings"),
     [
         ("Qwen/Qwen2.5-0.5B-Instruct", 0.49, 0.36),
-        ("Qwen/Qwen2.5-7B-Instruct", 7.61, 6.53),
-        ("Qwen/Qwen2.5-32B-Instruct", 32.5, 31.0),
-        ("Qwen/Qwen3-4B", 4.0, 3.6),
         ("Qwen/Qwen3-8B", 8.2, 6.95),
         ("Qwen/Qwen3-30B-A3B", 30.5, 29.9),
     ],
@@ -121,13 +118,11 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "all_linear": {"target_modules": "all-linear"},
     "names": {"target_modules": ["q_proj", "down_proj"]},
     "one_layer": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 1},
-    "layers": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]},
     "a_pattern_of_layers": {
         "target_modules": ["k_proj"],
         "layers_to_transform": [1],
         "layers_pattern": ["blocks", "layers"],
     },
-    "no_layers_named": {"target_modules": ["k_proj"], "layers_to_transform": []},
     "excluded_names": {"target_modules": ["q_proj", "o_proj"], "exclude_modules": ["layers.1.self_attn.o_proj"]},
     "excluded_pattern": {"target_modules": "all-linear", "exclude_modules": r".*\.(0|2)\..*"},
     "pattern": {"target_modules": r".*layers\.[12]\.mlp\.(gate|up)_proj"},
@@ -217,11 +212,10 @@ def allocated(state: object) -> int:
     return sum(map(allocated, state.values())) if isinstance(state, dict) else 0
 
 
-@pytest.mark.parametrize("rank", [2, 32])
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd"])
-def test_an_optimizers_state_is_what_it_allocates(name: str, rank: int, tmp_path) -> None:
-    """Check an adapter of rank 2 or 32 on a layer, and a norm."""
-    shapes = [(rank, 192), (96, rank), (192,)]
+@pytest.mark.parametrize("name", ["adamw_torch", "adafactor", "sgd"])
+def test_an_optimizers_state_is_what_it_allocates(name: str, tmp_path) -> None:
+    """Check an adapter of rank 32 on a layer, and a norm."""
+    shapes = [(32, 192), (96, 32), (192,)]
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(shape)) for shape in shapes)
     arguments = TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True, report_to=[])
     optimizer = Trainer(model=model, args=arguments).create_optimizer()
@@ -233,14 +227,9 @@ def test_an_optimizers_state_is_what_it_allocates(name: str, rank: int, tmp_path
 @pytest.mark.parametrize(
     ("name", "each"),
     [
-        ("adamw_8bit", 2.0),
         ("paged_adamw_8bit", 2.0),
-        ("lion_8bit", 1.0),
         ("lion_32bit", 4.0),
-        ("ademamix_8bit", 3.0),
         ("ademamix", 12.0),
-        ("rmsprop_bnb_8bit", 1.0),
-        ("schedule_free_sgd", 4.0),
         ("schedule_free_adamw", 8.0),
         ("adamw_torch_4bit", 1.0),
     ],

@@ -1,4 +1,4 @@
-"""Test training against a server in another process.
+"""Test training against a server in another process, and agents that own their loop against the same server.
 
 The run must give the same bits as in process, whatever happens to the server.
 """
@@ -21,12 +21,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from digit_rewards import digits_of_some
+from digit_rewards import digits, digits_of_some
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 from waiting import PATIENCE, until
 
 from qerl_recipes.rollout import engine
+from qerl_recipes.rollout.agents import rollout_of
 from qerl_recipes.rollout.server_link import (
     NO_NOISE,
     AnotherPolicyError,
@@ -34,6 +35,7 @@ from qerl_recipes.rollout.server_link import (
     ServerLostError,
     ServerRefusedError,
 )
+from qerl_recipes.train import loss
 from qerl_vllm_plugin.client import PolicyClient
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -51,18 +53,26 @@ RUN = {
     "sigma_end": 0.1,
     "num_stages": 1,
     "dynamic_sampling": True,
+    "train_norms": True,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
 }
 
 
 @pytest.fixture(scope="module")
-def running(serve_policy, make_nvfp4, hold_port):
-    """Start a server, and return its ``url``, its ``process``, and ``restart()``, which starts another in its place."""
-    base, port = make_nvfp4("qwen2"), hold_port()
-    found = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=serve_policy(base, port, *ALONE, **DEVELOPMENT))
+def running(serve_policy, make_nvfp4, hold_port, tmp_path_factory):
+    """Start a server of the tiny model with a chat template.
+
+    Return its ``model``, ``url`` and ``process``, and ``restart()``, which starts another in its place.
+    """
+    model = calling.recipe_keys(make_nvfp4("qwen2"), tmp_path_factory.mktemp("served"))["model_name_or_path"]
+    port = hold_port()
+    found = SimpleNamespace(model=model, url=f"http://127.0.0.1:{port}")
 
     def restart():
-        found.process = serve_policy(base, port, *ALONE, **DEVELOPMENT)
+        found.process = serve_policy(model, port, *ALONE, **DEVELOPMENT)
 
+    restart()
     found.restart = restart
     return found
 
@@ -75,10 +85,13 @@ def watched(make_nvfp4):
         trainer = make_trainer(
             make_nvfp4("qwen2"), digits_of_some, rows=6, output_dir=str(folder), **{**RUN, **settings}
         )
-        generate, trainer.outputs = trainer.vllm_generation.generate, []
+        rollouts = trainer.vllm_generation
+        generate, trainer.outputs, trainer.sigmas = rollouts.generate, [], set()
 
         def keep(**options):
             trainer.outputs.append(generate(**options))
+            if hasattr(rollouts, "_pushed"):
+                trainer.sigmas.add((trainer.model.training, rollouts._pushed.noise.sigma))
             return trainer.outputs[-1]
 
         trainer.vllm_generation.generate = keep
@@ -93,6 +106,7 @@ def inside(running, make_module_trainer, watched, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.estimates, "sequences", lambda training: 1)
         trainer = watched(make_module_trainer, tmp_path_factory.mktemp("inside"))
+    trainer.norms = {name: norm.detach().clone() for name, norm in trainer.vllm_generation._snapshot().norms.items()}
     trainer.train()
     trainer.vllm_generation.close()
     return trainer
@@ -121,12 +135,11 @@ def same(inside, read_metrics):
 
     def check(folder):
         assert read_metrics(folder) == read_metrics(inside)
-        ours, theirs = (
-            load_file(Path(of) / "checkpoint-3" / "adapter_model.safetensors")
-            for of in (folder, inside.args.output_dir)
-        )
-        assert ours.keys() == theirs.keys()
-        assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in theirs)
+        for name in ("adapter_model.safetensors", "norms.safetensors"):
+            ours, theirs = (load_file(Path(of) / "checkpoint-3" / name) for of in (folder, inside.args.output_dir))
+            assert ours.keys() == theirs.keys()
+            assert all(np.array_equal(ours[key].numpy(), theirs[key].numpy()) for key in theirs)
+        assert any(not np.array_equal(theirs[key].numpy(), norm.numpy()) for key, norm in inside.norms.items())
 
     return check
 
@@ -147,17 +160,8 @@ def at_first_answer(trainer, rollout, act):
     return done
 
 
-def test_a_run_against_a_server_has_the_bits_of_one_in_process(against, inside, same):
-    trainer = against()
-    trainer.train()
-    assert trainer.outputs == inside.outputs and len(inside.outputs) > 3, "dynamic sampling is to ask more than once"
-    logprobs = [value for output in trainer.outputs for steps in output[2] for (value,) in steps]
-    assert all(float(np.float32(value)) == value for value in logprobs) and len(set(logprobs)) > 200
-    same(trainer.args.output_dir)
-
-
-def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bits(
-    against, running, same, capfd, resume
+def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_bits_of_one_in_process(
+    against, running, inside, same, capfd, resume
 ):
     trainer = against(vllm_server_timeout=5)  # longer than a busy machine stays silent
     stopped = at_first_answer(trainer, 1, lambda: os.killpg(running.process.pid, signal.SIGSTOP))
@@ -172,9 +176,14 @@ def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bi
     assert "waiting for it for up to 5 s" in capfd.readouterr().err
     again = against()
     resume(again)
+    assert again.outputs == inside.outputs[-len(again.outputs) :] and len(again.outputs) > 3, "it asks more than once"
+    logprobs = [value for output in again.outputs for steps in output[2] for (value,) in steps]
+    assert all(float(np.float32(value)) == value for value in logprobs) and len(set(logprobs)) > 100
+    assert trainer.sigmas | again.sigmas == {(True, 0.0), (True, 0.1), (False, 0.0)}, "no noise in an evaluation"
     same(again.args.output_dir)
 
 
+@pytest.mark.slow  # test_server_replies.py has restarts without a server
 def test_a_server_that_is_killed_and_started_again_ends_the_run_in_the_same_bits(against, running, same, capfd):
     trainer = against()
     before = running.process
@@ -194,43 +203,11 @@ def test_a_server_that_is_killed_and_started_again_ends_the_run_in_the_same_bits
     same(trainer.args.output_dir)
 
 
-def test_trained_norms_and_evaluations_against_a_server_have_the_bits_of_those_in_process(
-    against, make_module_trainer, watched, tmp_path, monkeypatch
-):
-    settings = {"train_norms": True, "max_steps": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.estimates, "sequences", lambda training: 1)
-        inside = watched(make_module_trainer, tmp_path / "inside", **settings)
-    inside.train()
-    inside.vllm_generation.close()
-    trainer = against(**settings)
-    sigmas, generate = [], trainer.vllm_generation.generate
-
-    def watch(**options):
-        sigmas.append((trainer.model.training, trainer.vllm_generation._pushed.noise.sigma))
-        return generate(**options)
-
-    trainer.vllm_generation.generate = watch
-    trainer.train()
-    assert trainer.outputs == inside.outputs
-    assert set(sigmas) == {(True, 0.0), (True, 0.1), (False, 0.0)}, "the server's noise is off in an evaluation"
-    rewards, theirs = (
-        [entry["eval_reward"] for entry in of.state.log_history if "eval_reward" in entry] for of in (trainer, inside)
-    )
-    assert rewards == theirs and len(rewards) == 2
-    for name in ("norms.safetensors", "adapter_model.safetensors"):
-        ours, expected = (load_file(Path(of.args.output_dir) / "checkpoint-2" / name) for of in (trainer, inside))
-        assert ours.keys() == expected.keys()
-        assert all(np.array_equal(ours[key].numpy(), expected[key].numpy()) for key in ours)
-    start = {name: norm.detach() for name, norm in against(**settings).vllm_generation._snapshot().norms.items()}
-    trained = load_file(Path(trainer.args.output_dir) / "checkpoint-2" / "norms.safetensors")
-    assert any(not np.array_equal(trained[name].numpy(), start[name].cpu().numpy()) for name in start), "none moved"
-
-
 def test_turns_against_a_server_have_the_bits_of_those_in_process(
     against, make_module_trainer, watched, read_metrics, tmp_path, monkeypatch
 ):
     settings = {"max_completion_length": 40, "max_tool_calling_iterations": 3, "max_steps": 2, "save_steps": 2}
+    settings |= {"train_norms": False, "eval_strategy": "no"}
     settings |= {"turns": {"tools": [calling.double]}, "generation_kwargs": {"stop_token_ids": calling.ENDS}}
     with monkeypatch.context() as patched:
         patched.setattr(engine.estimates, "sequences", lambda training: 1)
@@ -245,7 +222,7 @@ def test_turns_against_a_server_have_the_bits_of_those_in_process(
     assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in ours)
 
 
-OVERLAP = {"overlap": 1, "dynamic_sampling": False, "max_steps": 4}
+OVERLAP = {"overlap": 1, "dynamic_sampling": False, "max_steps": 4, "train_norms": False, "eval_strategy": "no"}
 
 
 def overlapped(trainer, lines):
@@ -483,3 +460,96 @@ def test_noise_of_an_earlier_run_is_cleared_and_a_long_prompt_is_refused(running
     with pytest.raises(ValueError, match="a prompt of 64 tokens leaves no room for an answer in the 64"):
         rollouts.generate(prompts=[[5] * 64], images=None, num_generations=1)
     assert len(rollouts.generate(prompts=[[5] * 63], images=None, num_generations=1)[1][0]) == 1
+
+
+# agents that own their loop
+
+AGENTS = {name: RUN[name] for name in ("noise_mode", "sigma_start", "sigma_end", "num_stages")}
+AGENTS |= {"max_steps": 2, "max_completion_length": 40, "vllm_mode": "server", "vllm_server_timeout": 500}
+
+
+@pytest.fixture
+def train(running, make_trainer, read_metrics):
+    """Return train(agent, reward, **settings), which trains with an agent and returns the trainer and the lines."""
+
+    def run(agent, reward=digits, **settings):
+        turns = {"rollout_func": rollout_of(agent)}
+        settings = {**AGENTS, "vllm_server_base_url": running.url, **settings}
+        trainer = make_trainer(running.model, reward, turns=turns, **settings)
+        trainer.train()
+        return trainer, read_metrics(trainer)
+
+    return run
+
+
+async def says(client, messages, tokens=8):
+    answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=tokens)
+    return answer.choices[0].message.content or ""
+
+
+async def talks(client, prompt):
+    """Ask twice; forget the first answer, which the second turn then lacks, where the prompt begins with 5 or more."""
+    first = await says(client, prompt)
+    history = [*prompt, {"role": "assistant", "content": first}]
+    if int(prompt[-1]["content"][0]) >= 5:
+        history = [{"role": "user", "content": "7"}]
+    await says(client, [*history, {"role": "user", "content": "3"}], tokens=6)
+    return len(history)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_agents_calls_are_trained_on_as_they_were_sampled(overlap, train, monkeypatch):
+    seen, outcomes = [], []
+    inner = loss.MicroBatch.of
+    monkeypatch.setattr(loss.MicroBatch, "of", lambda batch, **kw: seen.append(batch) or inner(batch, **kw))
+
+    def reward(completions, outcome, **columns):
+        outcomes.append(outcome)
+        return digits(completions)
+
+    trainer, lines = train(talks, reward, overlap=overlap)
+    assert [line["noisy_norms"] for line in lines] == [0, 4]
+    assert all(0 < line["logp_diff_mean"] < 0.05 for line in lines), (
+        "ids, masks and log-probabilities are of one policy"
+    )
+    forked = [sum(kept == 1 for kept in of) / len(of) for of in outcomes]
+    assert [line["forked"] for line in lines] == forked and max(forked) > 0 and min(forked) < 1
+    assert trainer.vllm_generation.tokens > 0 < lines[0]["completion_length"] <= 14
+    assert any((batch["tool_mask"] == 0).any() for batch in seen), "what lies between two turns is read, not learned"
+
+
+def test_an_agent_samples_as_the_recipe_says_and_again_so(train):
+    seen = []
+
+    async def agent(client, prompt):
+        seen.append(await says(client, prompt))
+
+    def of(**settings):
+        seen.clear()
+        train(agent, max_steps=1, **settings)
+        return sorted(seen)
+
+    first = of()
+    assert first == of() and len(set(first)) > 2, "each episode has a seed of its own, the same in each run"
+    assert first != of(seed=1)
+    assert len(set(of(top_k=1))) == 2, "two prompts"
+
+
+def test_another_program_that_changes_the_policy_ends_the_rollout(train, running):
+    async def agent(client, prompt):
+        await says(client, prompt)
+        PolicyClient(running.url, os.environ["QERL_ADMIN_TOKEN"]).clear_noise()
+
+    with pytest.raises(AnotherPolicyError, match="was given another policy"):
+        train(agent)
+
+
+def test_an_agent_without_a_server_or_without_a_call_is_an_error(train, running, make_trainer):
+    async def agent(client, prompt):
+        return None
+
+    with pytest.raises(ValueError, match="has no token that the policy has sampled"):
+        train(agent)
+    trainer = make_trainer(running.model, turns={"rollout_func": rollout_of(agent)}, max_steps=1)
+    with pytest.raises(ValueError, match="an agent samples from a server; use vllm_mode: server"):
+        trainer.train()

@@ -130,12 +130,6 @@ def test_an_evaluation_has_a_line_after_its_step(silent_run):
     assert {"loss", "reward", "grad_norm"} <= lines[1].keys()
 
 
-def test_the_console_shows_each_evaluation(make_trainer, make_nvfp4, capsys):
-    trainer = make_trainer(make_nvfp4("qwen2"), half, max_steps=1, eval_strategy="epoch", disable_tqdm=False)
-    trainer.evaluate()
-    assert "held-out problems after step 0: reward 0.5 (half 0.5)\n" in capsys.readouterr().out
-
-
 def test_a_run_that_learns_nothing_says_so_once(silent_run):
     (word,) = [word for word in silent_run[1] if "no learning signal" in word]
     assert "in 5 rollouts: rewards are identical within every group (means of the last rollout: half 0.5)" in word
@@ -211,11 +205,7 @@ def down(completions, **columns):
 
 @pytest.mark.parametrize(
     ("settings", "rewards"),
-    [
-        ({"scale_rewards": "batch"}, [by_prompt, up, down]),  # the rewards of a group add up to equal sums
-        ({"multi_objective_aggregation": "normalize_then_sum"}, [by_prompt]),
-    ],
-    ids=["sums", "each"],
+    [({"scale_rewards": "batch"}, [by_prompt, up, down])],  # the rewards of a group add up to equal sums
 )
 def test_groups_of_equal_rewards_are_said_however_rewards_are_scaled(
     settings, rewards, make_trainer, make_nvfp4, read_metrics
@@ -253,7 +243,7 @@ def cycle(completions, **columns):
     return [float(i % 3) for i in range(len(completions))]
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e17])
+@pytest.mark.parametrize("value", [math.inf, 1e17])
 def test_an_infinite_reward_ends_the_run_before_the_step(value, make_trainer, make_nvfp4):
     """Check rewards from which no advantage can be computed.
 
@@ -275,13 +265,12 @@ def test_an_infinite_reward_ends_the_run_before_the_step(value, make_trainer, ma
     assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint*")] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_kl_is_the_mean_over_the_tokens_of_a_step(level, make_trainer, make_nvfp4, read_metrics):
-    """Check micro-batches of one completion of 1 to 12 tokens, with two steps a rollout.
+def test_kl_is_the_mean_over_the_tokens_of_a_step(make_trainer, make_nvfp4, read_metrics):
+    """Check micro-batches of one completion of 1 to 12 tokens, with two steps a rollout, and ratios of sequences.
 
     Most of the completions are masked.
     """
-    settings = {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": level}
+    settings = {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"}
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "steps_per_generation": 16}
     trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=4, mask_truncated_completions=True, **settings)
     seen, compute, logps = [], trainer._compute_loss, trainer._get_per_token_logps_and_entropies
@@ -291,9 +280,7 @@ def test_kl_is_the_mean_over_the_tokens_of_a_step(level, make_trainer, make_nvfp
     def watch(model, inputs):
         value = compute(model, inputs)
         mask, now, old = inputs["completion_mask"].bool(), last[-1][0].detach(), inputs["old_per_token_logps"]
-        ratio = (now - old).exp()
-        if level == "sequence":
-            ratio = (now - old)[mask].mean().exp() if mask.any() else 1.0
+        ratio = (now - old)[mask].mean().exp() if mask.any() else 1.0
         x = inputs["ref_per_token_logps"] - now
         seen.append(((ratio * (x.exp() - 1 - x))[mask].sum().item(), int(mask.sum())))
         return value

@@ -3,7 +3,6 @@
 The parts must add up, and an error must show only in its own row.
 """
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +11,6 @@ import calling
 import pytest
 import torch
 from digit_rewards import digits
-from rich.console import Console
 
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.files.run_state import base_hash, recorded
@@ -76,36 +74,6 @@ def test_sizes_of_known_differences():
     drawn = torch.multinomial(p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
     kl = float((p * (p / q).log()).sum())
     assert Sizes.of((q / p).log()[drawn]).kl == pytest.approx(kl, rel=0.03)
-
-
-def printed_in(columns, sizes):
-    rows = [("weights",), ("adapter", 1.0032, 0.0115), ("noise", 0.9871, 0.0123), ("sampling",)]
-    parts = tuple(mismatch.Part(name, sizes, sizes, *ratio) for name, *ratio in rows)
-    stream = io.StringIO()
-    Console(file=stream, width=columns).print(mismatch.table(mismatch.Mismatch(parts, 693, 0.01, ()), "a run"))
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("smallest", [0.000412, 1.23e-5])
-def test_words_and_numbers_of_the_table_are_whole_in_80_columns(smallest):
-    printed = printed_in(80, Sizes(0.00637, 0.1263, 0.2994, smallest))
-    words = printed.split()
-    header = ["mean", "|delta|", "it", "adds:", "p99", "max", "KL,", "k3", "engine", "trainer", "parts", "on"]
-    rows = ["weights", "adapter", "noise", "sampling", "1.0032", "0.0115", "0.9871", "0.0123"]
-    assert not {*header, *rows} - {*words}
-    assert [words.count(f"{number:.3g}") for number in (0.00637, 0.1263, 0.2994, smallest)] == [8, 8, 8, 4]
-    assert max(map(len, printed.splitlines())) <= 80
-
-
-def test_numbers_of_the_longest_form_are_whole_in_80_columns_too():
-    words = printed_in(80, Sizes(*[1.23e-5] * 4)).split()
-    assert words.count("1.23e-05") == 4 * 7 and {"sampling", "adapter", "1.0032", "0.0115"} <= {*words}
-
-
-def test_no_digit_is_cut_off_in_a_narrow_terminal():
-    sizes = Sizes(0.00637, 0.1263, 0.2994, 0.000412)
-    narrow, wide = (sorted("".join(printed_in(columns, sizes).split()).replace("─", "")) for columns in (40, 200))
-    assert narrow == wide and "…" not in narrow
 
 
 def test_the_ratio_and_its_error_are_those_of_many_draws():

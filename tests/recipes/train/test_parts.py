@@ -69,15 +69,11 @@ def assert_same(one, other, rel=1e-3, weights=2e-5):
 
 LOSSES = [
     {"loss_type": "dapo", "epsilon_high": 0.28},
-    {"loss_type": "grpo", "skip_zero_advantage": False},
     {"loss_type": "bnpo", "use_bias_correction_kl": True, "beta": 0.1},
-    {"loss_type": "dr_grpo", "vllm_importance_sampling_mode": "sequence_mask"},
-    {"loss_type": "cispo", "epsilon_high": 5.0},
-    {"loss_type": "sapo"},
+    {"loss_type": "dr_grpo", "vllm_importance_sampling_mode": "sequence_mask", "skip_zero_advantage": False},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "vespo"},
     {"loss_type": "grpo", "entropy_coef": 0.1, "off_policy_mask_threshold": 0.5},
-    {"loss_type": "dapo", "use_adaptive_entropy": True, "entropy_target": 2.5, "entropy_coef": 0.1},
     {"loss_type": "dapo", "dynamic_sampling": True, "dynamic_sampling_max_rounds": 1},
     {"loss_type": "grpo", "num_iterations": 2, "max_steps": 3},
 ]
@@ -96,6 +92,7 @@ def test_a_step_is_the_same_whatever_its_parts(settings, train):
 def test_single_rows_and_padded_rows_are_parts_too(pack_tokens, train, monkeypatch):
     monkeypatch.setattr(loss, "FAST_TOKENS", 60)
     settings = {"loss_type": "grpo", "beta": 0.1}  # the reference policy's log-probabilities are of a whole rollout
+    settings |= {"max_steps": 1} if pack_tokens else {}
     whole = train("whole", **WHOLE, pack_tokens=pack_tokens, **settings)
     split = train("split", **by_tokens(pack_tokens=pack_tokens), **settings)
     assert_same(split, whole)

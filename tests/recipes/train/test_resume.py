@@ -1,5 +1,6 @@
 import contextlib
 import itertools
+import multiprocessing
 import os
 import resource
 import shutil
@@ -17,6 +18,7 @@ from waiting import until
 
 from qerl_recipes.files import run_state as checkpoints
 from qerl_recipes.model import loading as model
+from qerl_recipes.train import run as train
 
 # Has epochs of 3 rollouts, checkpoints at 2 (first epoch) and 4 (second epoch), noise and resampling.
 RUN = {
@@ -55,6 +57,30 @@ def finished(unbroken, make_nvfp4, tmp_path):
     return make_nvfp4("qwen2"), whole
 
 
+class Forked(multiprocessing.get_context("fork").Process):
+    """Train a recipe in a fork of this process: a new one would first import torch, vLLM and TRL."""
+
+    def __init__(self, recipe, log, environment):
+        super().__init__()
+        self.recipe, self.log, self.environment = recipe, log, environment
+
+    def run(self):
+        for stream in (1, 2):
+            os.dup2(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.environ.update(self.environment)
+        train.main(["--config", self.recipe])
+
+    def poll(self):
+        return self.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self, seconds):
+        self.join(seconds)
+        return self.exitcode
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "stop",
@@ -67,13 +93,14 @@ def test_promise_08_a_stopped_run_resumes_to_the_same_bits(
     base, whole = finished
     broken = tmp_path / "broken"
     recipe = write_recipe(output_dir=str(broken), dataset_size=6, reward_funcs=["pausing_digits.digits_of_some"], **RUN)
-    command = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", recipe]
-    pause = {
-        "PYTHONPATH": str(Path(digit_rewards.__file__).parent),
-        "PAUSE_AT": "5",
-        "PAUSED": str(tmp_path / "paused"),
-    }
-    process = start_process(command, tmp_path / "log", **pause)
+    pause = {"PAUSE_AT": "5", "PAUSED": str(tmp_path / "paused")}
+    if stop == signal.SIGKILL:
+        process = Forked(recipe, tmp_path / "log", pause)
+        process.start()
+    else:
+        command = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", recipe]
+        path = {"PYTHONPATH": str(Path(digit_rewards.__file__).parent)}
+        process = start_process(command, tmp_path / "log", **path, **pause)
     assert until(lambda: (tmp_path / "paused").exists() or process.poll() is not None, 250)
     assert (tmp_path / "paused").exists(), (tmp_path / "log").read_text()[-4000:]
     process.send_signal(stop)
