@@ -18,11 +18,7 @@ from qerl_vllm_plugin.weights.families import FAMILIES
 
 TOLERANCE = 1e-5  # bounds the mean difference of a step; the largest seen is 1e-6
 PAGE = Path(__file__).parents[3] / "qerl_vllm_plugin" / "compatibility.md"
-GEMMA = {
-    "query_pre_attn_scalar": 32,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 GRANITE = {"attention_multiplier": 0.17, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 1.5}
 CASES: dict[str, dict[str, object]] = {
     "qwen2": {},

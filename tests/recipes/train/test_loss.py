@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl_recipes.model.packing import even_micro_batches, pack
+from qerl_recipes.model.packing import pack
 from qerl_recipes.recipe.checks import needs_every_completion
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
@@ -424,24 +424,6 @@ def test_constants_give_ratios_of_one_and_keep_the_mean_entropy():
     assert loss.fill_skipped(logps, entropies, replace(batch, old=old))[0][1].tolist() == [-50.0, -60.0]
     assert loss.fill_skipped(logps, entropies, replace(batch, skipped=torch.tensor([True, True])))[1].isnan().all()
     assert loss.fill_skipped(logps, entropies, replace(batch, skipped=None)) == (logps, entropies)
-
-
-def test_micro_batches_are_even_in_what_is_computed():
-    lengths, advantages = [7, 1, 1, 1, 6, 6, 1, 1], [0, 0, 0, 0, 1.0, -1.0, 1.0, -1.0]
-    mask = torch.tensor([[1] * length + [0] * (8 - length) for length in lengths])
-    batch = {
-        "prompt_ids": torch.arange(8)[:, None],
-        "prompt_mask": torch.ones(8, 1, dtype=torch.long),
-        "completion_ids": torch.ones(8, 8, dtype=torch.long),
-        "completion_mask": mask,
-        "advantages": torch.tensor(advantages),
-    }
-    halves = [{key: value[i : i + 4] for key, value in batch.items()} for i in (0, 4)]
-    for skips in (False, True):
-        dealt = even_micro_batches(halves, 2, skips_zero_advantage=skips)
-        loud = [int((part["completion_mask"].sum(1) * (part["advantages"] != 0)).sum()) for part in dealt]
-        assert sorted(torch.cat([part["prompt_ids"] for part in dealt]).flatten().tolist()) == list(range(8))
-        assert (loud == [7, 7]) == skips, loud
 
 
 REASONS = {

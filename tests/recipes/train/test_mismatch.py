@@ -205,13 +205,12 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
         mismatch.run(folder)
 
 
-@pytest.mark.parametrize("kind", ["tools", "environment", "environments", "environment without data"])
+@pytest.mark.parametrize("kind", ["environments", "environment without data"])
 def test_prompts_are_those_that_the_policy_sees(kind, write_recipe, make_nvfp4, tmp_path, monkeypatch, capfd):
     from qerl_recipes.rollout.engine import VLLMRollouts
 
     keys = calling.recipe_keys(make_nvfp4("qwen2"), tmp_path)
-    if kind != "tools":
-        keys |= {"tools": ["calling.double"], "environments": "calling.Walk"}
+    keys |= {"tools": ["calling.double"], "environments": "calling.Walk"}
     if kind == "environments":
         data = Path(keys["dataset_name"])
         rows = [json.loads(line) for line in data.read_text().splitlines()]

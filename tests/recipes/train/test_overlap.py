@@ -2,7 +2,6 @@
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import calling
@@ -14,9 +13,6 @@ from digit_rewards import digits
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 from waiting import PATIENCE, until
-
-from qerl_recipes.rollout.interface import Snapshot
-from qerl_recipes.train.overlap import Overlap
 
 pytestmark = pytest.mark.usefixtures("scripted")
 RUN = {"rollout_engine": scripted_rollouts.NAME, "dtype": torch.float32, "max_steps": 4, "overlap": 1}
@@ -91,18 +87,6 @@ def test_a_rollout_is_computed_while_the_one_before_is_trained_on(made, read_met
     pushed = Path(trainer.args.output_dir, "policies_0").read_text().split()
     assert pushed[0] == pushed[1] and len(set(pushed)) == 3, "the second rollout has the adapter of the first"
     assert not torch.equal(adapters[0], adapters[-1])
-
-
-def test_a_flight_is_on_the_gpu_of_its_process(monkeypatch):
-    used = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    device = torch.device("cuda")  # a single process has no number in it
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=device), snapshot=lambda: Snapshot({}, {}, None))
-    trainer.begin_rollout, trainer.rollout, trainer.roll_out = (lambda rollout: None), (lambda: 0), list
-    overlap = Overlap(trainer)
-    overlap._take_off(0, ["a row"])
-    assert overlap.flight.land() == ["a row"] and used == [3]
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -1,13 +1,8 @@
 import fcntl
-import gc
 import json
 import os
-import re
 import shlex
 import shutil
-import signal
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,13 +14,11 @@ from safetensors.torch import load_file, save_file
 from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.evaluate.run import settle
 from qerl_recipes.files import base_model, run_state
-from qerl_recipes.files.adapter import AdapterFolder, open_adapter
+from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state, starting_point
-from qerl_recipes.memory import sizes
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks import prompts
 from qerl_recipes.tasks.held_out import lines
 from qerl_recipes.train import mismatch, preflight
 from qerl_recipes.train import run as train
@@ -148,31 +141,6 @@ def test_the_printed_evaluation_has_the_held_out_problems(data, run, write_recip
     evaluation = settle(Evaluation.of(base=base, **options)).evaluation
     file = tmp_path / "run" / "held_out.jsonl"
     assert evaluation.tasks == [f"jsonl-number:{file}"] and file.read_text() == lines(recipe)
-
-
-def test_ctrl_c_before_the_first_checkpoint_says_so(write_recipe, monkeypatch, capsys, tmp_path):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "build", interrupted)
-    recipe = write_recipe()
-    capsys.readouterr()  # discard the progress bars of making the checkpoint
-    with pytest.raises(SystemExit) as end:
-        train.main(["--config", recipe])
-    assert end.value.code == 130
-    trained = "adapter: LoRA r 4, alpha 8, on all linear layers of the blocks; the base stays as it is\n"
-    ended = f"\nstopped by Ctrl-C; {tmp_path}/run holds no checkpoint yet: start again\n"
-    assert capsys.readouterr().err == trained + ended
-
-
-def test_ctrl_c_before_parsing_leaves_no_traceback(monkeypatch, capsys):
-    def interrupted(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(configs, "parse", interrupted)
-    with pytest.raises(SystemExit) as end:
-        train.main([])
-    assert (end.value.code, capsys.readouterr().err) == (130, "\nstopped by Ctrl-C; nothing has begun\n")
 
 
 def test_another_run_continues_from_a_runs_adapter(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
@@ -344,67 +312,6 @@ def test_a_downloaded_model_that_does_not_fit_is_refused(run, write_recipe, make
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match="vllm_max_model_length is 999, but somebody/model has 256 positions"):
         run("--config", write_recipe(model_name_or_path="somebody/model", vllm_max_model_length=999))
-
-
-def test_what_a_run_is_built_from_is_read_once(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
-    """Count the reads on the way to the first step.
-
-    Transformers and vLLM read for themselves, because they are given the model's folder.
-    """
-    run("--config", write_recipe(max_steps=1))
-    start = shutil.move(tmp_path / "run/adapter", tmp_path / "start")
-    config, reads = make_nvfp4("qwen2") / "config.json", Counter()
-
-    def count(owner, name, what, applies=lambda *arguments: True):
-        real = getattr(owner, name)
-
-        def counted(*arguments, **options):
-            reads[what] += applies(*arguments)
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    def is_by_recipes(path, *arguments):
-        return path == config and "/qerl_recipes/" in sys._getframe(2).f_code.co_filename
-
-    count(Path, "read_text", "config.json", is_by_recipes)
-    count(prompts, "read", "data")
-    count(run_state, "dataset_hash", "data's hash")
-    count(run_state, "base_hash", "base's hash")
-    count(AdapterFolder, "sha256", "adapter's hash")
-    sizes._measure.cache_clear()
-    base_model._text.cache_clear()
-    run("--config", write_recipe(max_steps=1), "--adapter_name_or_path", str(start))
-    reads["model on meta"] = sizes._measure.cache_info().misses
-    assert set(reads.values()) == {1}, reads
-
-
-def test_an_unknown_key_is_refused_by_name(run, write_recipe):
-    with pytest.raises(ValueError, match="learnign_rate"):
-        run("--config", write_recipe(learnign_rate=1e-3))
-
-
-def test_the_first_step_says_where_the_start_went(run, write_recipe, capfd):
-    run("--config", write_recipe(), "--max_steps", "2")
-    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("start: "))
-    names = [name.strip() for name in re.findall(r"[a-z' -]+(?= \d+\.\d)", line.partition("first step: ")[2])]
-    engine = ["engine", "weights", "memory profile", "warm-up", "compile"]
-    assert names == ["imports", "checks and data", *engine, "trainer's model", "first step", "rollout"]
-    total, *seconds = map(float, re.findall(r"\d+\.\d", re.sub(r"\([^)]*\)", "", line)))
-    assert total == pytest.approx(sum(seconds), abs=0.4) and all(number >= 0 for number in seconds)
-
-
-def test_a_run_collects_garbage_again_whatever_its_engine(run, write_recipe, monkeypatch):
-    """Check a start that ends without collecting, as one with an engine on a server does."""
-    monkeypatch.setattr(train.StartTimes, "watch", lambda *_: gc.disable())
-    run("--config", write_recipe(), "--max_steps", "1")
-    assert gc.isenabled()
-
-
-def test_the_signal_handler_is_put_back(run, write_recipe):
-    before = signal.getsignal(signal.SIGTERM)
-    run("--config", write_recipe(), "--max_steps", "1")
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -418,12 +418,6 @@ def test_what_cannot_be_played_is_refused(turns, settings, text, train):
         train(drawn, turns, **settings)
 
 
-def test_a_row_of_an_unknown_environment_is_refused(train):
-    rows = calling.prompts(8).add_column("environment", ["swim"] * 8)
-    with pytest.raises(ValueError, match="environment='swim'"):
-        train(drawn, {"environment_factory": {"walk": calling.Walk}, "train_dataset": rows})
-
-
 def test_an_engine_of_one_turn_is_refused_by_name(train, monkeypatch):
     monkeypatch.delattr(scripted_rollouts.SeededRollouts, "play")
     with pytest.raises(ValueError, match=r"engine ScriptedRollouts takes one .* use rollout_engine: vllm"):
@@ -476,8 +470,3 @@ def test_tools_go_on_from_what_a_rollout_function_has_sampled(train):
     first, second = trainer.vllm_generation.asked
     assert all(late.prompt[: len(early.prompt)] == early.prompt for early, late in zip(first, second, strict=True))
     assert len({request.seed for request in [*first, *second]}) == 16
-
-
-def test_a_rollout_function_that_leaves_something_out_is_refused(train):
-    with pytest.raises(ValueError, match=r"must return keys \['logprobs'\]"):
-        train(drawn, {"rollout_func": lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}})
