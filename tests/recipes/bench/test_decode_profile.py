@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from qerl_recipes.bench import decode_profile, random_model, rollout, rollout_arm
-from qerl_recipes.bench.decode_profile import FILLING, LAST, by_family, cpu_work, family, kernels_of, mean_step
-from qerl_recipes.bench.rollout_arm import Case
+from qerl_recipes.bench import decode_profile, random_model, rollout_arm
+from qerl_recipes.bench.decode_profile import FILLING, LAST, kernels_of, mean_step
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout import sampling as completions
 
@@ -70,17 +69,6 @@ def test_first_and_last_steps_are_left_out() -> None:
     assert mean_step(kernels_of(other), STEPS) == mean_step(kernels_of(trace()), STEPS)
 
 
-def test_the_cpus_work_is_without_its_waits() -> None:
-    events = trace()
-    assert cpu_work(events, 1) == pytest.approx([75, 75])
-    last = max(event["ts"] for event in events if event.get("name") == "cudaGraphLaunch")
-    for event in events:
-        if event.get("name") == "cudaGraphLaunch" and event["ts"] < last:
-            event["ts"] -= 10  # only the last counted step becomes 10 us longer; earlier steps are ignored
-    assert cpu_work(events, 1) == pytest.approx([75, 85])
-    assert cpu_work(trace(2 * STEPS), 2) == pytest.approx([150] * (STEPS - FILLING - LAST))
-
-
 def test_steps_that_look_alike_are_refused() -> None:
     with pytest.raises(RuntimeError, match=f"{STEPS} steps launched {STEPS - 1} CUDA graphs"):
         mean_step(kernels_of(trace(STEPS - 1)), STEPS)
@@ -91,17 +79,6 @@ def test_steps_that_look_alike_are_refused() -> None:
         mean_step(kernels_of(eager), STEPS)
     # each step has two graphs
     assert mean_step(kernels_of(trace(2 * STEPS)), STEPS)["profiled_step_us"] == pytest.approx(200)
-
-
-def test_families_are_summed_within_and_outside_of_the_graph() -> None:
-    rows = mean_step(kernels_of(trace()), STEPS)["kernels"]
-    sums = by_family(rows)
-    assert sums["NVFP4 product"]["added_us"] == pytest.approx(20)
-    assert sums["cuBLAS, outside of the graph"]["added_us"] == pytest.approx(20) and "cuBLAS" not in sums
-    assert sum(row["added_us"] for row in sums.values()) == pytest.approx(63)
-    assert family("_topk_log_softmax_kernel") == "sampling" and family("a name of tomorrow") == "other"
-    assert family("void flash::FlashAttnFwdSm90<...>") == "attention"
-    assert family("void vllm::reshape_and_cache_flash_kernel<...>") == "KV write"
 
 
 def test_an_engine_steps_halfway_through_its_completions(
@@ -142,28 +119,3 @@ def test_an_engine_steps_halfway_through_its_completions(
         assert len(answer.outputs[0].token_ids) == 3
     finally:
         llm.llm_engine.engine_core.shutdown()
-
-
-def test_profiles_of_all_arms_are_shown_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    traces = []
-
-    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        traces.append(request["traces"])
-        file = tmp_path / "trace.json.gz"
-        file.write_bytes(gzip.compress(json.dumps({"traceEvents": trace()}).encode()))
-        times = {"step_us": 90.0, "worked_us": 4321.0}
-        return {"profile": [{"batch": 64, "context": 768, **times, **decode_profile.read(file, STEPS)}]}
-
-    monkeypatch.setattr(rollout, "ask_once", answer)
-    monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
-    file = tmp_path / "new/profile.json"
-    result = rollout.run("tiny", [Case(64, 8, 80)], arms=["bf16", "qerl_nvfp4"], profile=True, output=file)
-    assert traces == [str(tmp_path / f"new/profile_{arm}") for arm in ("bf16", "qerl_nvfp4")]
-    assert json.loads(file.read_text())["arms"] == result["arms"]
-    shown = capsys.readouterr().out
-    assert "qerl_nvfp4: microseconds of a decode step" in shown and "64 x" in shown
-    assert "cuBLAS, outside of the graph" in shown and "20 (1)" in shown and "idle between graphs" in shown
-    assert "4,321" in shown
-    assert "the CPU's work, with the profiler" in shown and "75 (75 to 75)" in shown

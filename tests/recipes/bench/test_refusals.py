@@ -1,19 +1,14 @@
 """Test what ``qerl bench`` refuses by name before any process starts, and which scripts ``bench kernels`` runs."""
 
-import importlib
-import json
 import shlex
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
-from qerl_recipes.bench import commands, decode_profile, rollout, soak
-from qerl_recipes.bench.commands import kernel_scripts
+from qerl_recipes.bench import decode_profile, rollout
 from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.machine import processes
 
@@ -110,74 +105,3 @@ def test_a_profile_of_several_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
     with pytest.raises(ValueError, match="tensor parallelism has more"):
         rollout.run("tiny", [Case(2, 8, 80)], profile=True, tensor_parallel_size=2)
-
-
-def test_a_soak_of_a_checkpoint_needs_no_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "serving", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
-    with pytest.raises(InterruptedError):
-        soak.run(model="a checkpoint", shape="huge", streams=1, minutes=0.1)
-
-
-def test_kernel_scripts_follow_from_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tuned = kernel_scripts(Path("/times/h100.json"), None, None, tune=True, random=None, seed=4)
-    assert tuned == [
-        ["tune.py", "--out", "/times/h100.json", "--seed", "4"],
-        ["fit.py", "/times/h100.json"],
-        ["tune.py", "--out", "/times/h100_guided.json", "--seed", "5", "--guided"],
-        ["fit.py", "/times/h100.json", "/times/h100_guided.json"],  # everything timed so far
-    ]
-    drawn = kernel_scripts(Path("/r.json"), None, None, tune=False, random=60, seed=7)
-    assert drawn == [["random_points.py", "--out", "/r.json", "--random", "60", "--seed", "7"]]
-    chosen = kernel_scripts(Path("/k.json"), "7B o", "1,16", tune=False, random=None, seed=1)
-    assert chosen == [["run.py", "--out", "/k.json", "--shapes", "7B o", "--tokens", "1,16"]]
-    assert all((commands.KERNELS / script[0]).is_file() for script in (*tuned, *drawn, *chosen))
-    monkeypatch.setattr(commands, "KERNELS", tmp_path)
-    with pytest.raises(FileNotFoundError, match="run it from a clone"):
-        kernel_scripts(tmp_path / "k.json", None, None, tune=False, random=None, seed=1)
-
-
-@pytest.fixture
-def random_points(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the script as a module; afterwards forget the modules that it imports from its own folder."""
-    monkeypatch.syspath_prepend(str(commands.KERNELS))
-    yield importlib.import_module("random_points")
-    for file in commands.KERNELS.glob("*.py"):
-        sys.modules.pop(file.stem, None)
-
-
-@pytest.mark.parametrize("wrong", [(), (2,)], ids=["right", "one is wrong"])
-def test_a_point_where_our_kernel_is_wrong_is_an_error(
-    wrong: tuple[int, ...],
-    random_points: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Replace the measurement of a point and run the rest of the script."""
-    asked: list[list[str]] = []
-
-    def point(layer: Any, M: int, names: list[str]) -> dict[str, Any]:
-        asked.append(names)
-        assert len(asked) - 1 not in wrong, "relative error 3.0e-01"
-        us = {"bf16": 9.0, "qerl": 8.0, "qerl_adapter": 9.0} | dict.fromkeys(names, 10.0)
-        return {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "us": us}
-
-    for name, stand_in in {
-        "point": point,
-        "warm_humming": lambda points: [],
-        "gate_in_processes": lambda variants, processes: (variants, []),
-        "conditions": lambda: {"gpu": "none"},
-    }.items():
-        monkeypatch.setattr(random_points, name, stand_in)
-    monkeypatch.setattr(random_points.gemm, "compile_all", lambda variants: None)
-    out = tmp_path / "random.json"
-    monkeypatch.setattr("sys.argv", ["random_points.py", "--random", "3", "--humming", "1", "--out", str(out)])
-    if wrong:
-        with pytest.raises(SystemExit, match=r"1 of 6 points have no figure.* relative error 3\.0e-01"):
-            random_points.main()
-    else:
-        random_points.main()
-    written = json.loads(out.read_text())
-    assert len(written["rows"]) == 6 - len(wrong) and len(written.get("failed", [])) == len(wrong)
-    assert sum("humming" in names for names in asked) == 1
-    assert "3 of 3 at 0.97 or better" in (printed := capsys.readouterr().out) or wrong, printed

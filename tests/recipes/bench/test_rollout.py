@@ -16,10 +16,9 @@ from vllm.v1.engine.core_client import InprocClient
 from qerl_recipes import cli
 from qerl_recipes.bench import lengths, linear_kernels, random_model, rollout, rollout_arm, rollout_memory, swap
 from qerl_recipes.bench.arms import ArmFailedError
-from qerl_recipes.bench.rollout_arm import ADAPTERLESS, ARMS, Case, Order, make_cases, prompts
+from qerl_recipes.bench.rollout_arm import ARMS, Case
 from qerl_recipes.machine.gpu import GB, Gpu
-from qerl_recipes.recipe.shapes import ATTENTION, config_json
-from qerl_recipes.rollout import arms
+from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin.compat import scheduler
 
 H200 = Gpu(143771 * 2**20, True, "NVIDIA H200")
@@ -182,17 +181,6 @@ def test_a_kernel_must_be_the_named_one(arm: str, method: str, kernel: str, wron
             linear_kernels.check(arm, found)
 
 
-def test_stock_arms_ask_vllm_for_their_kernel() -> None:
-    config: dict[str, Any] = {"model_type": "qwen2"}
-    options = {arm: rollout_arm.options(arm, 8, config) for arm in ARMS}
-    slots = options["bf16"]
-    humming = {"linear_backend": "humming", "moe_backend": "humming"}
-    assert options["fp8_merged"] == {"quantization": "fp8_per_channel"} and options["stock_nvfp4_humming"] == humming
-    assert options["fp8"] == {**slots, "quantization": "fp8_per_channel"}
-    assert options["stock_nvfp4_humming_slots"] == {**slots, **humming} and slots["max_lora_rank"] == 8
-    assert options["stock_nvfp4"]["linear_backend"] == "marlin"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("interleave", [False, True])
 def test_a_mixture_is_measured_on_one_written_checkpoint(tmp_path: Path, interleave: bool) -> None:
@@ -230,26 +218,6 @@ def test_an_engine_gets_its_options_beside_the_benchmarks_own(monkeypatch: pytes
     assert "scheduler_cls" not in options_of(arm="bf16_merged")
 
 
-def test_weights_that_two_layers_share_are_counted_once() -> None:
-    model = torch.nn.Module()
-    model.embedding = torch.nn.Parameter(torch.empty(2**28), requires_grad=False)  # 1 GiB that is never touched
-    model.head = torch.nn.Parameter(model.embedding.data, requires_grad=False)
-    model.register_buffer("more", torch.empty(2**27))
-    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
-    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
-    assert rollout_arm._weights_gib(llm) == 1.5
-
-
-def test_prompts_follow_from_case_and_repeat_alone() -> None:
-    first = Order(1, 2, Case(3, 8, 20))
-    ids = prompts(first, 512)
-    torch.manual_seed(7)
-    assert prompts(first._replace(case=Case(3, 8, 20, [20, 1, 2])), 512) == ids
-    assert prompts(first._replace(repeat=1), 512) != ids and prompts(first._replace(number=0), 512) != ids
-    assert len(ids) == 3 and {len(row) for row in ids} == {8} and {type(i) for row in ids for i in row} == {int}
-
-
 def test_lengths_have_the_given_mean_and_spread() -> None:
     found = lengths.draw("lognormal:400,0.8,999999", 20_000)
     assert statistics.mean(found) == pytest.approx(400, rel=0.02)
@@ -259,67 +227,11 @@ def test_lengths_have_the_given_mean_and_spread() -> None:
     assert lengths.draw("lognormal:400,0.8,999999", 3) == found[:3] and len(set(found[:3])) == 3
 
 
-def test_lengths_of_a_file_are_drawn_once_each(tmp_path: Path) -> None:
-    file = tmp_path / "lengths"
-    file.write_text("\n".join(map(str, range(1, 60))))
-    found = lengths.draw(str(file), 50)
-    assert len(set(found)) == 50 and set(found) < set(range(1, 60)) and found != sorted(found)
-    assert lengths.draw(str(file), 50) == found
-    with pytest.raises(ValueError, match="has 59 lengths, and a case has 60 sequences"):
-        lengths.draw(str(file), 60)
-    file.write_text("[3, 0]")
-    with pytest.raises(ValueError, match="has 0; a length is a whole number of tokens"):
-        lengths.draw(str(file), 1)
-
-
 def test_time_with_few_sequences_left_is_counted() -> None:
     ended = [10 + float(second) for second in range(1, 21)]  # of 20 sequences one ends every second
     assert rollout_arm.share_below(16, 10.0, ended) == 15 / 20, "16 are left until the fifth has ended"
     assert rollout_arm.share_below(20, 10.0, ended) == 19 / 20 and rollout_arm.share_below(21, 10.0, ended) == 1
     assert rollout_arm.share_below(1, 10.0, ended) == 0
-
-
-def test_ends_of_sequences_are_noted_without_a_change() -> None:
-    steps = [[None], [None, "length"], ["stop"]]
-    core = SimpleNamespace(get_output=lambda: SimpleNamespace(outputs=list(map(output, steps.pop(0)))))
-    output, before = (lambda reason: SimpleNamespace(finish_reason=reason)), core.get_output
-    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
-    with rollout_arm.ends(llm) as ended:
-        counts = [(len(core.get_output().outputs), len(ended)) for _ in range(3)]
-    assert counts == [(1, 0), (2, 1), (1, 2)] and core.get_output is before
-
-
-def test_unequal_lengths_have_all_graphs_and_their_own_cache(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    (group,) = groups_of(monkeypatch, 4.5, interleave=True, lengths="lognormal:10,0.8,35")
-    own = lengths.draw("lognormal:10,0.8,35", 1)
-    assert group["bf16"]["cases"] == [(1, 2, 3, None), (1, 2, own[0], own)]
-    assert rollout_arm.prefill([Case(8, 256, 512), Case(8, 256, 4000, [4000] * 8)]) == Case(64, 767, 1)
-    token, long = 2 * 28 * 4 * 128 * 2, Case(256, 256, 4000, [4000, *[16] * 255])
-    blocks = 4256 // 16 + 1 + 255 * (272 // 16 + 1)
-    assert memory_of("7B", ["bf16"], [Case(8, 1, 2), long]) == {"bf16": int(1.1 * blocks * 16 * token)}
-
-
-def test_numbers_stand_side_by_side_and_one_counts_for_all() -> None:
-    assert make_cases([8, 64], [256], [512, 1024]) == [Case(8, 256, 512), Case(64, 256, 1024)]
-    assert make_cases([64], [256], [512, 1024]) == [Case(64, 256, 512), Case(64, 256, 1024)]
-    with pytest.raises(ValueError, match=r"input_len is \[1, 2\]; give one number, or 3 of them"):
-        make_cases([1, 2, 3], [1, 2], [5])
-    with pytest.raises(ValueError, match="output_len is at least 2"):
-        make_cases([1], [1], [1])
-
-
-def test_adapters_of_a_mixture_are_of_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_json("tiny-moe")
-    tensors, adapter_config = random_model.adapter(config, 4)
-    assert adapter_config["target_modules"] == sorted(ATTENTION) and len(tensors) == 2 * 4 * 2
-    assert random_model.in_bf16(config) == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
-    assert random_model.in_bf16(config_json("tiny")) == ["lm_head"]
-    with pytest.raises(ValueError, match="quantization: bf16 keeps the adapter in vLLM's LoRA slots"):
-        arms.engine_options("bf16", 4, config)
-    monkeypatch.setattr(arms, "runs_on_cuda", lambda variables: True)
-    assert arms.engine_options("bf16", 4, config)["lora_target_modules"] == list(ATTENTION)
-    assert "lora_target_modules" not in arms.engine_options("bf16", 4, config_json("tiny"))
-    assert "lora_target_modules" not in arms.engine_options("qerl_nvfp4", 4, config)
 
 
 def groups_of(
@@ -367,20 +279,6 @@ def test_variants_and_caches_multiply_the_arms(monkeypatch: pytest.MonkeyPatch) 
     joined = {"mode": 0, "inductor_compile_config": {"combo_kernels": True, "triton.enable_pdl": True}}
     assert group["qerl_nvfp4, pdl, fp8 cache"]["engine"] == {"seed": 1, "compilation_config": joined}
     assert group["qerl_nvfp4, pdl, fp8 cache"]["kv_cache_dtype"] == "fp8"
-
-
-def test_each_rank_has_an_engine_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arm without an adapter is measured once."""
-    (group,) = groups_of(monkeypatch, None, interleave=True, arms=["bf16_merged", "bf16", "qerl_nvfp4"], rank=[16, 64])
-    assert [(name, request["rank"]) for name, request in group.items() if request["arm"] != "bf16_merged"] == [
-        ("bf16, rank 16", 16),
-        ("bf16, rank 64", 64),
-        ("qerl_nvfp4, rank 16", 16),
-        ("qerl_nvfp4, rank 64", 64),
-    ]
-    assert next(iter(group)) == "bf16_merged" and len(group) == 5
-    for arm in ARMS:
-        assert (rollout_arm.options(arm, 16, {}) == rollout_arm.options(arm, 64, {})) == (arm in ADAPTERLESS), arm
 
 
 def memory_of(shape: str, names: Any, cases: list[Case], cache: str = "auto", parallel: int = 1) -> dict[str, int]:
@@ -446,20 +344,6 @@ def test_rates_join_rounds_and_a_failed_arm_ends_no_other(tmp_path: Path, monkey
     assert found["qerl_nvfp4"]["batch"]["4"]["spread"] is None
 
 
-def test_a_decoding_lost_in_a_slow_prefill_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    measured: dict[str, dict[str, Any]] = {"bf16": {}, "qerl_nvfp4": {}}
-    for arm, first in (("bf16", 3.0), ("qerl_nvfp4", 1.0)):
-        case = {"batch": 4, "input": 10, "output": 21, "seconds": [2.0, 3.0], "prefill_seconds": [first]}
-        figures = {"case": case, "prefill": {"tokens": 640, "seconds": [1.0]}, "weights_gib": None}
-        rollout._add(measured[arm], {**figures, "kv_cache_tokens": 200}, [Case(4, 10, 21)])
-    decoding = [found["batch"]["4"]["decode"]["tokens_per_s"] for found in measured.values()]
-    assert decoding == [None, 4 * 20 / 1.5]
-    about = {"shape": "7B", "tensor_parallel_size": 1, "rank": [8], "gpu": "x", "date": "y", "cached_tokens": 0}
-    rollout._print({**about, "arms": measured})
-    printed = capsys.readouterr().out
-    assert "lost in" in printed and "53 ±33%" in printed and printed.count("x)") == 4
-
-
 def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -> None:
     def arm(rate: float, cache: int = 200) -> dict[str, Any]:
         row = {"tokens_per_s": rate, "spread": 0.1}
@@ -475,7 +359,8 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
     assert "nf4 failed: why" in printed
 
 
-def test_a_swap_is_measured_with_its_parts(in_this_process: None) -> None:
+def test_a_swap_is_measured_with_its_parts(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "REPEATS", 3)
     (found,) = swap.run("tiny", rank=16)["ways"].values()
     for what in ("swap", "noise", "prefix_cache"):
         assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]

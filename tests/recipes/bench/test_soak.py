@@ -3,14 +3,12 @@ server.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import openai
@@ -18,10 +16,10 @@ import psutil
 import pytest
 import torch
 
-from qerl_recipes.bench import soak, soak_load, soak_replay
+from qerl_recipes.bench import soak, soak_replay
 from qerl_recipes.bench.arms import serving
-from qerl_recipes.bench.soak_load import SILENT, Answer, Change, Observed, Received, ask, speed
-from qerl_recipes.bench.soak_replay import Verdict, difference, judge, named, portions
+from qerl_recipes.bench.soak_load import SILENT, Answer, Change, Observed, Received, ask
+from qerl_recipes.bench.soak_replay import Verdict, difference, judge, named
 from qerl_recipes.machine.serve import command
 from qerl_vllm_plugin.wire import shared_file
 
@@ -75,18 +73,6 @@ def test_a_logprob_that_is_no_number_is_wrong():
     assert difference(answer("1", 0), [[math.nan]], 1e-3) != 0
 
 
-def test_the_worst_difference_is_of_right_answers_of_one_policy():
-    def off(by, policy="1", place=0):
-        moved = answer(policy, place, place, place)
-        moved.logprobs[:2] = [moved.logprobs[0] + by, moved.logprobs[1] - by / 2]
-        return moved
-
-    answers = [off(0.25), off(-0.5), off(0.125), off(3.0), off(0.75, "1-2", 1)]
-    verdict = judge(answers, CHANGES, [replay], 1.0)
-    assert (verdict.worst, verdict.one, verdict.several) == (0.5, 4, 1)
-    assert list(verdict.wrong) == [3] and verdict.wrong[3].endswith("a log-probability is 3 off")
-
-
 def test_answers_of_many_policies_are_left_out_and_controls_told_apart():
     many = [Change(i, i, STILL) for i in range(9)]
     assert named("2-7", many) == [2, 3, 4, 5, 6, 7]
@@ -97,25 +83,6 @@ def test_answers_of_many_policies_are_left_out_and_controls_told_apart():
     # A replay that ignores the policy cannot tell policies apart.
     verdict = judge([answer("2", 0, 0)], CHANGES, [lambda change, answers: replay(CHANGES[0], answers)], 1e-3)
     assert (verdict.controls, verdict.told_apart) == (1, 0)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_engines_share_the_policies_in_order(count):
-    parts = portions({3: 10, 1: 10, 2: 10, 8: 30}, count)
-    assert [place for part in parts for place in part] == [1, 2, 3, 8] and len(parts) == count
-    assert [portions({1: 10, 2: 10, 3: 10, 8: 30}, 2), portions({}, 2)] == [[[1, 2, 3], [8]], [[], []]]
-    answers = [answer("1-3", 0, 1, 3), answer("2", 2, 2), answer("2", 1, 2), answer("3", 3)] * 6
-    verdict = judge(answers, CHANGES, [replay] * count, 1e-3)
-    assert verdict == judge(answers, CHANGES, [replay], 1e-3) and len(verdict.wrong) == 6
-
-
-@pytest.mark.parametrize("cached", [0, 2, 3])
-def test_log_probabilities_are_counted_from_the_end(cached):
-    prompt, tokens = [5, 6, 7], [8, 9]
-    known = [{token: SimpleNamespace(logprob=-float(token))} for token in (*prompt, *tokens)]
-    assert soak_replay.of_tokens(tokens, [None, *known[1:]][cached:]) == [-8.0, -9.0]
-    with pytest.raises(KeyError):  # the answer's own token is missing, and another token's figure must not be taken
-        soak_replay.of_tokens(tokens, known[4:])
 
 
 def test_a_cached_beginning_is_replayed_afresh_under_each_policy(light_engines, tmp_path):
@@ -165,11 +132,6 @@ def test_an_answer_that_is_not_whole_is_lost_unless_aborted(one, is_lost):
     assert observed.answers[0].reason == ("abort" if one.reason == SILENT and not is_lost else one.reason)
 
 
-def test_tokens_count_where_their_answer_ended():
-    answers = [heard(9, 9, ended=0.9), heard(4, 4, ended=1.0), heard(8, 8, ended=2.0), heard(16, 16, ended=3.0)]
-    assert speed(answers, 1.0, 3.0) == 6.0
-
-
 NAMED = "X-QeRL-Policy-Version"
 
 
@@ -212,76 +174,10 @@ def test_tokens_of_a_stream_go_to_their_sequences():
     assert (third.tokens, third.reason) == ([], SILENT)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        stream(*PIECES[:3]),
-        stream(*PIECES, end="data: [DONE]\n\n"),
-    ],
-)
+@pytest.mark.parametrize("content", [stream(*PIECES[:3]), stream(*PIECES, end="data: [DONE]\n\n")])
 def test_a_sequence_without_its_end_or_a_policy_is_lost(content):
     with pytest.raises(RuntimeError, match="without its end"):
         asked(content, 2)
-
-
-def test_an_answer_without_a_stream_has_all_sequences_or_is_lost():
-    content = json.dumps({"choices": [choice(0, [8], "length"), choice(1, [9], "length")]}).encode()
-    headers = {"content-type": "application/json", NAMED: "4-5"}
-    assert [(one.tokens, one.policy) for one in asked(content, 2, headers)] == [([8], "4-5"), ([9], "4-5")]
-    with pytest.raises(RuntimeError, match="2 of 3 sequences were answered"):
-        asked(content, 3, headers)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Return the current time in a list; only sleeping advances it."""
-    now = [100.0]
-    sleep = lambda seconds: now.append(now.pop() + seconds)  # noqa: E731
-    monkeypatch.setattr(soak_load, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    return now
-
-
-@pytest.fixture
-def clients(clock):
-    """Return clients of a server whose swaps take 0.25 s and noise 0.5 s, and the calls that it received."""
-    calls = []
-
-    class Client:
-        def __init__(self, transport):
-            self.transport = transport
-
-        def swap(self, tensors, config, *, version, requests):
-            calls.append(("swap", self.transport, requests, tensors, config, version, clock[0]))
-            clock[0] += 0.25
-            return version
-
-        def set_noise(self, sigma, *, seed, rollout):
-            calls.append(("noise", self.transport, (sigma, seed, rollout)))
-            clock[0] += 0.5
-
-    return {transport: Client(transport) for transport in soak_load.TRANSPORTS}, calls
-
-
-def test_changes_are_recorded_as_the_server_was_told(clients):
-    observed, (policies, calls) = Observed(changes=[Change(7, None, STILL)]), clients
-    soak_load.push(policies, lambda number: (f"tensors {number}", f"config {number}"), 3, 11.5, observed, lambda: None)
-    swaps = [call for call in calls if call[0] == "swap"]
-    assert [call[3:] for call in swaps] == [
-        (f"tensors {number}", f"config {number}", 7 + number, 99.0 + number) for number in range(1, 13)
-    ], "one a second, each of the next version"
-    assert [call[1] for call in swaps] == ["shared", "http", "shared"] * 4
-    modes = ["keep", "wait", "keep", "keep", "wait", "keep", "keep", "wait", "keep", "abort", "keep", "wait"]
-    assert [call[2] for call in swaps] == modes
-    noises = [(index, call[2]) for index, call in enumerate(calls) if call[0] == "noise"]
-    assert noises == [(5, (0.05, 3, 5)), (11, (0.0, 0, 0))], "after every fifth swap, on and off in turn"
-    noise = (0.05, 3, 5)
-    expected = [Change(7, None, STILL), *(Change(7 + number, number, STILL) for number in range(1, 6))]
-    expected += [Change(12, 5, noise), *(Change(7 + number, number, noise) for number in range(6, 11))]
-    expected += [Change(17, 10, STILL), Change(18, 11, STILL), Change(19, 12, STILL)]
-    assert observed.changes == expected and observed.aborts == [(109.0, 109.25)]
-    assert observed.seconds["noise"] == [0.5, 0.5] and sum(map(len, observed.seconds.values())) == 14
-    assert observed.seconds["swap, http, requests=wait"] == [0.25, 0.25, 0.25]
-    assert observed.seconds["swap, shared, requests=abort"] == [0.25]
 
 
 SOUND = Verdict(one=30, several=5, left_out=2, worst=2e-5, controls=100, told_apart=99)
@@ -293,24 +189,6 @@ def summary(verdict=SOUND, memory=MEMORY, **changed):
     answers = [heard(1, 1), heard(1, 1, "abort"), heard(1, 1)]
     observed = Observed(**{"answers": answers, "cancelled": 3, "changes": CHANGES[:3], "seconds": SECONDS} | changed)
     return soak.summary(observed, {"without swaps": 10.04, "with swaps": 8.0}, memory, verdict)
-
-
-def test_a_sound_soak_has_no_failure_and_the_figures_of_its_parts():
-    result = summary()
-    assert result["failed"] == result["wrong"] == result["lost"] == []
-    assert (result["answers"], result["aborted"], result["cancelled"], result["changes"]) == (3, 1, 3, 2)
-    assert result["judged"] == {"one policy": 30, "several policies": 5, "left out": 2, "not yet": 0}
-    assert (result["worst_difference"], result["tolerance"]) == (2e-5, 3e-4)
-    assert result["controls"] == {"judged": 100, "told apart": 99}
-    assert result["tokens_per_s"] == {"without swaps": 10.0, "with swaps": 8.0}
-    assert result["resident_mib"] == {"engine 7": [100.0, 150.0, 150.3]}
-    assert result["change_seconds"]["all"] == {"p50": 0.3, "p99": 0.496, "number": 3}, "of swaps, not of noise"
-    assert result["change_seconds"]["noise"] == {"p50": 9.0, "p99": 9.0, "number": 1}
-    printed = "\n".join(soak.lines(result))
-    assert "3 answers (1 aborted by a swap), 3 given up, 0 lost; 2 changes" in printed and "FAILED" not in printed
-    assert "all: p50 300 ms, p99 496 ms (3)" in printed
-    assert "resident MiB of engine 7: 100 -> 150 -> 150" in printed
-    assert "tokens/s: 10 without swaps, 8 with swaps" in printed
 
 
 @pytest.mark.parametrize(
@@ -342,51 +220,6 @@ def test_what_is_mapped_from_shared_memory_is_no_growth():
         assert soak.own_bytes(here) - before < size // 2
         kept = mapped.clone()
         assert soak.own_bytes(here) - before > size // 2 and kept[-1] == 1
-
-
-def test_a_soak_writes_what_is_known_before_it_judges(monkeypatch, tmp_path):
-    calls, written = {}, []
-
-    @contextlib.contextmanager
-    def serving(folder, options, rank, log):
-        calls["serving"] = (folder, options, rank)
-        yield "server", "token"
-
-    def measure(*arguments):
-        calls["measure"] = arguments
-        one = Answer([5, 6], [7], [-1.0], "1", "length", 1)
-        return Observed([one, one], changes=CHANGES[:3]), {}, {}
-
-    @contextlib.contextmanager
-    def references(folder, seed):
-        calls["references"] = (folder, seed)
-        yield [lambda change, answers: [[-1.0 - change.version / 2 + 0.5] for _ in answers]]
-
-    for name, stand_in in (("serving", serving), ("measure", measure), ("references", references)):
-        monkeypatch.setattr(soak, name, stand_in)
-    monkeypatch.setattr(soak, "write_model", lambda shape, seed, folder: f"{shape} {seed}")
-    monkeypatch.setattr(soak, "check_gpus", lambda count: None)
-    monkeypatch.setattr(soak, "save", lambda result, output: written.append((dict(result), output)))
-    result = soak.run(
-        model=None,
-        shape="tiny",
-        streams=3,
-        minutes=0.5,
-        api_servers=2,
-        tensor_parallel_size=2,
-        seed=4,
-        output=tmp_path / "x",
-    )
-    folder = "tiny 4"
-    assert calls["serving"] == (folder, soak.server_options(3, 2, 2), 8) and calls["references"] == (folder, 4)
-    assert calls["measure"] == ("server", "token", folder, 3, 30.0, 4)
-    assert result["model"] == "random weights, shape tiny"
-    assert calls["serving"][1][-3:-1] == ["--tensor-parallel-size", "2"] and result["tensor_parallel_size"] == 2
-    assert (result["streams"], result["api_servers"], result["seed"]) == (3, 2, 4) and "commit" in result
-    assert (result["rank"], result["dtype"], result["judged"]["one policy"]) == (8, "float32", 2)
-    assert result["worst_difference"] == 0 and not result["wrong"]
-    assert written[0][0]["judged"]["not yet"] == 2 and written[0][1] == tmp_path / "x"
-    assert written[-1] == (result, tmp_path / "x")
 
 
 # This server forgets to empty its caches when the policy changes.

@@ -1,7 +1,6 @@
 """Test ``qerl bench train``: a whole run on a CPU, the memory planned for a GPU, and the figures."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,21 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
-from qerl_recipes.bench import arms, random_model
 from qerl_recipes.bench import train as bench_train
 from qerl_recipes.bench.train import PARTS, Workload, flags, parse_overrides, summarize
 from qerl_recipes.files import base_model
 from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.memory.plan import make
-from qerl_recipes.model import loading as model
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.keys import HONOURED
 from qerl_recipes.recipe.shapes import config_json
@@ -90,67 +83,10 @@ def test_other_stacks_make_whole_steps_on_a_cpu(tmp_path: Path) -> None:
     assert (of_trl["per_device_train_batch_size"], of_trl["gradient_accumulation_steps"]) == (4, 1)
 
 
-def test_fp8_weights_are_made_of_the_merged_ones() -> None:
-    from qerl_recipes.bench.train_arm import merged_weights
-
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config()), dtype=torch.bfloat16)
-    config = LoraConfig(r=4, lora_alpha=9, target_modules="all-linear", init_lora_weights=False)
-    policy, before = get_peft_model(base, config), {name: t.clone() for name, t in base.state_dict().items()}
-    given = {name: weight.clone() for name, weight in merged_weights(policy)}
-    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
-    merged = dict(policy.merge_and_unload().named_parameters())
-    assert given.keys() == merged.keys()
-    assert all(torch.equal(given[name], merged[name]) for name in merged)
-
-
-def test_other_stacks_get_the_same_work_and_the_gpu() -> None:
-    work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0)
-    h100 = Gpu(85 * GB, is_hopper=True)
-    own, fp8, stock = (bench_train._recipe(work, arm, h100, None) for arm in ("bf16", "fp8_rollout", "trl_stock"))
-    same = {"quantization": "bf16", "rollout_engine": "bench_fp8", "vllm_importance_sampling_clip_max": 2.0}
-    assert same.items() <= fp8["recipe"].items()
-    assert fp8["recipe"]["pack_tokens"] > own["recipe"]["pack_tokens"], "the room that an FP8 engine leaves is used"
-    shares = [float(found["recipe"]["vllm_gpu_memory_utilization"]) for found in (own, fp8, stock)]
-    assert shares[0] - shares[1] == pytest.approx(6.525e9 * 1.03 / h100.memory, rel=0.01) and shares[2] == shares[0]
-    assert stock["recipe"]["per_device_train_batch_size"] == stock["recipe"]["gradient_accumulation_steps"] == 8
-    assert stock["recipe"]["lora_dropout"] == 0 and not stock["recipe"]["vllm_enable_sleep_mode"]
-    own_line = {**own["recipe"], "bf16": False, "use_cpu": True}
-    _, trained, model = parse(flags({**own_line, "output_dir": "unused", "model_name_or_path": "unused"}))
-    line = flags(
-        {**stock["recipe"], "bf16": False, "use_cpu": True, "output_dir": "unused", "model_name_or_path": "unused"}
-    )
-    kinds = (trl.GRPOConfig, trl.ModelConfig)
-    by_trl, model_by_trl = trl.TrlParser(kinds).parse_args_and_config(line)
-    for key in (
-        "loss_type",
-        "epsilon_high",
-        "num_generations",
-        "max_completion_length",
-        "generation_batch_size",
-        "seed",
-    ):
-        assert getattr(by_trl, key) == getattr(trained, key), key
-    for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "dtype", "use_peft"):
-        assert getattr(model_by_trl, key) == getattr(model, key), key
-    larger = bench_train._recipe(replace(work, shape="14B"), "trl_stock", h100, None)
-    assert larger["recipe"]["vllm_enable_sleep_mode"], "two BF16 copies of 14B and its cache leave no room to train"
-    asked = replace(work, overrides=parse_overrides(["--vllm_enable_sleep_mode", "true", "--recompute_layers", "3"]))
-    asleep = [bench_train._recipe(asked, arm, h100, None) for arm in ("bf16", "fp8_rollout", "trl_stock")]
-    assert len({found["recipe"]["vllm_gpu_memory_utilization"] for found in asleep}) == 1
-    told = asleep[2]
-    assert told["recipe"]["vllm_enable_sleep_mode"] == "true"
-    assert "sleep_mode: true" in told["remarks"][0] and told["remarks"][1] == "TRL has no recompute_layers: left out"
-
-
 def test_checkpoints_too_large_for_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10_000_000_000}))
     with pytest.raises(OSError, match=r"10\.0 GB free and the checkpoints take 21\.1 GB"):
         bench_train._check_disk(replace(TINY, shape="7B"), bench_train.ARMS, tmp_path)
-
-
-def test_a_flag_overrides_the_recipe_by_its_former_name_too() -> None:
-    with pytest.warns(FutureWarning, match="checkpointed_layers is called recompute_layers now"):
-        assert parse_overrides(["--checkpointed-layers", "3"]) == (("recompute_layers", "3"),)
 
 
 def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
@@ -165,20 +101,9 @@ def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
     assert {key for key in recipe if recipe[key] != other[key]} == {"quantization"}
 
 
-def test_each_arm_is_as_fast_as_its_memory_lets_it() -> None:
-    work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0)
-    found = {arm: bench_train._recipe(work, arm, H200, 50 * 10**9) for arm in bench_train.OWN_ARMS}
-    assert all(found[arm]["recipe"]["pack_tokens"] >= 4096 for arm in found)
-    blocks = {arm: recipe["recipe"]["recompute_layers"] for arm, recipe in found.items()}
-    assert blocks["qerl_nvfp4"] <= blocks["nf4"] < blocks["bf16"] < 28
-    assert all(recipe["planned_bytes"] < 50 * 10**9 for recipe in found.values())
-    unlimited = bench_train._recipe(work, "bf16", H200, None)["recipe"]
-    assert (unlimited["recompute_layers"], unlimited["pack_tokens"]) == (0, 16384)
-
-
 RECIPES = Path(__file__).parents[3] / "recipes"
-SHIPPED = [*RECIPES.glob("Qwen*/grpo/nvfp4_lora.yaml"), *RECIPES.glob("Qwen2.5-7B-Instruct/grpo/[bn]*.yaml")]
-SHIPPED += RECIPES.glob("*/grpo/paper_dapo_nvfp4_lora_aqn.yaml")
+SHIPPED = [*RECIPES.glob("Qwen3-[3-4]*B/grpo/nvfp4_lora.yaml"), *RECIPES.glob("Qwen2.5-7B-Instruct/grpo/[bn]*.yaml")]
+SHIPPED += RECIPES.glob("Qwen2.5-32B-Instruct/grpo/paper_dapo_nvfp4_lora_aqn.yaml")
 
 
 def test_a_recipe_is_timed_as_it_is_trained() -> None:
@@ -264,40 +189,6 @@ def test_the_engine_gets_room_for_every_sequence(arm: str) -> None:
     assert planned["planned_bytes"] == plan.peak and plan.fits
 
 
-def test_both_checkpoints_hold_the_same_weights(tmp_path: Path) -> None:
-    """Compare the packed weights with those that quantizing the BF16 checkpoint while loading gives."""
-    config = TINY.config()
-    for packed in (False, True):
-        random_model.write(tmp_path / str(packed), config, packed=packed, seed=3, device="cpu")
-    on_the_way = model.load(tmp_path / "False", quantization="qerl_nvfp4").state_dict()
-    packed = model.load(tmp_path / "True").state_dict()
-    assert on_the_way.keys() == packed.keys()
-    assert all(torch.equal(value, packed[name]) for name, value in on_the_way.items() if "placeholder" not in name)
-    sizes = {name: sum(t.nbytes for f in (tmp_path / name).glob("*.safetensors") for t in load_file(f).values())
-             for name in ("False", "True")}  # fmt: skip
-    assert sizes["False"] == random_model.size(config, packed=False)
-    assert sizes["True"] == random_model.size(config, packed=True) + 2 * 7 * 4
-    random_model.write(tmp_path / "other", config, packed=False, seed=4, device="cpu")
-    shard = "model-00002-of-00003.safetensors"
-    first, other = (load_file(tmp_path / name / shard) for name in ("False", "other"))
-    assert all(not torch.equal(first[name], other[name]) for name in first)
-
-
-@pytest.mark.parametrize("vocabulary", [512, 152064])
-def test_every_character_of_a_prompt_is_one_token(vocabulary: int, tmp_path: Path) -> None:
-    """Load the tokenizer as transformers does for a Qwen2 checkpoint, whatever class it was saved as."""
-    from transformers import AutoTokenizer
-
-    made = random_model.tokenizer(vocabulary)
-    made.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(TINY.config()))
-    text = random_model.CHARACTERS
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    for tokenizer in (made, loaded):
-        assert tokenizer(text)["input_ids"] == list(range(2, 2 + len(text)))
-        assert len(tokenizer) == vocabulary
-
-
 def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from qerl_recipes.bench import train_arm
     from qerl_recipes.rollout.engine import VLLMRollouts
@@ -369,49 +260,3 @@ def test_the_first_step_is_not_counted() -> None:
     assert summary["peak_gb"]["process"] == pytest.approx(5.000000003)
     once = made_up(step(900.0), step(8.0))
     assert (once["repeats"], once["spread"]) == (1, None)
-
-
-ARM = """
-import json, os, sys
-from pathlib import Path
-from qerl_recipes.bench.arms import answer
-def work(request, found):
-    print("a library's message")
-    log = Path(__file__).with_name("log")
-    log.write_text(log.read_text() + request["flags"][1] + " " if log.exists() else request["flags"][1] + " ")
-    found["kv_cache_tokens"] = 5
-    base = request["flags"][request["flags"].index("--model_name_or_path") + 1]
-    found["model"] = [Path(base).name, Path(request["base"]).name, request["packed"]]
-    found["steps"] = []
-    for seconds in (9, 1):
-        found["steps"].append(STEP)
-        if request["flags"][1] == "qerl_nvfp4":
-            raise MemoryError("too little")
-    if request["flags"][1] == "nf4":
-        os._exit(3)
-answer(work)
-"""
-
-
-@pytest.fixture
-def made_up_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the arms' processes by stand-ins that write their names into the returned file; two of the three fail."""
-    (tmp_path / "made_up_arm.py").write_text(ARM.replace("STEP", repr(step(1.0))))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    ask = arms.ask_once
-    monkeypatch.setattr(bench_train, "ask_once", lambda module, request: ask("made_up_arm", request))
-    monkeypatch.setattr(bench_train, "_check", lambda *a: None)  # allow nf4 without a GPU
-    return tmp_path / "log"
-
-
-def test_a_failed_arm_ends_no_other(made_up_arms: Path) -> None:
-    arms = ["qerl_nvfp4", "nf4", "bf16"]
-    result = bench_train.run(TINY, arms=arms, output=made_up_arms.with_suffix(".json"))
-    assert made_up_arms.read_text().split() == arms
-    ours, nf4, bf16 = (result["arms"][arm] for arm in arms)
-    assert len(bf16["steps"]) == 2 and "failed" not in bf16
-    assert bf16["model"] == ["bf16", "bf16", False] and ours["model"] == ["nvfp4", "nvfp4", True]
-    assert nf4["failed"] == "its process ended with code 3; its messages are above"
-    assert ours["failed"] == "MemoryError: too little" and len(ours["steps"]) == 1 and ours["kv_cache_tokens"] == 5
-    assert list(result["summary"]) == ["bf16"]
-    assert json.loads(made_up_arms.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
