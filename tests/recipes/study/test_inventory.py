@@ -1,5 +1,6 @@
 """Test tables and folders of a study: what they say about its runs, and which runs are not accepted as this study's."""
 
+import contextlib
 import gzip
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from qerl_recipes.cli import app
 from qerl_recipes.study import check as checks
 from qerl_recipes.study import inventory, pages, runner
 from qerl_recipes.study.commands import conduct
-from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
+from qerl_recipes.study.plan import StudyError, first_runs, read
 from qerl_recipes.study.results import final, hours
 
 RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate": 1e-3, "lora_r": 32}
@@ -32,16 +33,6 @@ def test_a_table_is_read_as_it_was_written(rows_table, tmp_path):
     written = file.read_bytes()
     inventory.write_table(found[::-1], file)
     assert file.read_bytes() == written
-
-
-def test_an_older_table_is_read_by_todays_names(tmp_path):
-    text = "arm,seed,step,metric,value\na,0,1,reward_area,0.5\na,0,1,equal_groups,0.25\na,0,1,accuracy,1.0\n"
-    (tmp_path / "old.csv.gz").write_bytes(gzip.compress(text.encode()))
-    assert inventory.read_table(tmp_path / "old.csv.gz").metric.tolist() == [
-        "mean_reward",
-        "frac_reward_zero_std",
-        "accuracy",
-    ]
 
 
 GOOD = gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,0.5\n", mtime=0)
@@ -193,81 +184,45 @@ def test_the_runs_of_a_table_are_not_made_again(published, trained, finish, tmp_
     conduct(Path("study.yaml"), tmp_path / "second", finished=table)
 
 
-def test_another_table_takes_the_place_of_the_one_before(published, tmp_path):
-    plan, file, _ = published
-    inventory.keep(plan, file, tmp_path)
-    before, rows = inventory.kept(tmp_path), inventory.read_table(file)
-    gone = next(iter(before))
-    inventory.write_table(rows[(rows.arm != gone[0]) | (rows.seed != gone[1])], file)
-    inventory.keep(plan, file, tmp_path)
-    assert before.keys() - inventory.kept(tmp_path).keys() == {gone}
+CHANGES = {
+    "c@0.001/seed-0 is no run of this study": lambda rows: rows.assign(arm="c@0.001", seed=0),
+    "seed-77 is no run of this study": lambda rows: rows.assign(seed=77),
+    "has no accuracy; leave --finished out": lambda rows: rows[rows.metric != "accuracy"],
+    "has no plan/;": lambda rows: rows[~rows.metric.str.startswith("plan/")],
+    "made with other settings": lambda rows: rows.replace(r"^plan/.*", "plan/000000000000", regex=True),
+    "another base": lambda rows: rows.replace(r"^base/.*", "base/000000000000", regex=True),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda rows: rows.assign(arm="c@0.001"), "is no run of this study"),
-        (lambda rows: rows.assign(seed=77), "is no run of this study"),
-        (lambda rows: rows[rows.metric != "accuracy"], "has no accuracy; leave --finished out"),
-        (lambda rows: rows[~rows.metric.str.startswith("plan/")], "has no plan/;"),
-        (lambda rows: rows.replace(r"^plan/.*", "plan/000000000000", regex=True), "made with other settings"),
-        (lambda rows: rows.replace(r"^base/.*", "base/000000000000", regex=True), "another base"),
-    ],
-)
-def test_a_table_that_is_not_of_this_study_is_refused(change, message, published, tmp_path):
+def test_a_table_that_is_not_of_this_study_is_refused(published, tmp_path):
     plan, file, _ = published
-    rows = inventory.read_table(file)
+    rows, out = inventory.read_table(file), tmp_path / "out"
     changed = (rows.arm == rows.arm.iloc[-1]) & (rows.seed == rows.seed.iloc[-1])
-    inventory.write_table(pd.concat([rows[~changed], change(rows[changed])]), file)
-    out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(StudyError, match=message):
-        inventory.keep(plan, file, out)
+    for message, change in CHANGES.items():
+        inventory.write_table(pd.concat([rows[~changed], change(rows[changed])]), file)
+        with pytest.raises(StudyError, match=message):
+            inventory.keep(plan, file, out)
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changes", "message"),
-    [
-        ({"lora_r": 16}, {}, "made with other settings"),
-        ({"learning_rate": 2e-3}, {}, None),  # each run has its own learning rate from the sweep
-        ({}, {"arms": {"a": {"quantization": "nf4"}, "b": {"quantization": "qerl_nvfp4"}}}, "made with other settings"),
-        ({}, {"evaluations": {"greedy": {"tasks": "running_sum", "max_new_tokens": 9}}}, "made with other settings"),
-        ({}, {"seeds": [5, 6, 7]}, "is no run of this study"),
-    ],
-)
-def test_a_plan_that_was_changed_since_is_refused(recipe, changes, message, published, study, tmp_path):
+def test_a_plan_that_was_changed_since_is_refused(published, study, tmp_path):
     _, file, _ = published
     conduct(study(), table=file)
     page = (file.parent / "README.md").read_bytes()
-    Path("recipe.yaml").write_text(yaml.safe_dump(dict(reversed({**RECIPE, **recipe}.items())), sort_keys=False))
-    plan = read(study(**changes))
-    for refused in (lambda: inventory.keep(plan, file, tmp_path), lambda: conduct(Path("study.yaml"), table=file)):
-        if message is None:
-            refused()
-            continue
-        with pytest.raises(StudyError, match=message):
-            refused()
+
+    def refused(message, recipe=None, **changes):
+        Path("recipe.yaml").write_text(yaml.safe_dump(dict(reversed({**RECIPE, **(recipe or {})}.items()))))
+        plan = read(study(**changes))
+        for use in (lambda: inventory.keep(plan, file, tmp_path), lambda: conduct(Path("study.yaml"), table=file)):
+            with pytest.raises(StudyError, match=message) if message else contextlib.nullcontext():
+                use()
+
+    refused("made with other settings", {"lora_r": 16})
+    refused("made with other settings", evaluations={"greedy": {"tasks": "running_sum", "max_new_tokens": 9}})
+    refused("is no run of this study", seeds=[5, 6, 7])
     assert (file.parent / "README.md").read_bytes() == page
-
-
-def test_a_run_needs_all_its_evaluations_one_of_the_sweep_the_primary(study, rows_table, make_base, tmp_path):
-    sampled = {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0}
-    plan, name = read(study(evaluations={"greedy": {"tasks": "running_sum"}, "sampled": sampled})), make_base(1)
-
-    def rows(run, *metrics):
-        of_run = (*metrics, f"plan/{inventory.plan_of(plan, run)}", f"base/{name}")
-        return [(run.label, run.seed, 2, metric, 1.0) for metric in of_run]
-
-    swept, best = first_runs(plan)[0], later_runs(plan, {"a": 1e-3})[0]
-    whole, half = tmp_path / "whole.csv.gz", tmp_path / "half.csv.gz"
-    inventory.write_table(rows_table([*rows(swept, "accuracy"), *rows(best, "accuracy", "accuracy/sampled")]), whole)
-    inventory.keep(plan, whole, tmp_path)
-    assert inventory.kept(tmp_path).keys() == {(run.label, run.seed) for run in (swept, best)}
-    for lacks, has in (("accuracy/sampled", "accuracy"), ("accuracy", "accuracy/sampled")):
-        inventory.write_table(rows_table([*rows(swept, "accuracy"), *rows(best, has)]), half)
-        with pytest.raises(StudyError, match=f"{best.folder} has no {lacks}; leave --finished out"):
-            inventory.keep(plan, half, tmp_path)
+    refused(None, {"learning_rate": 2e-3})  # each run has its own learning rate from the sweep
 
 
 def test_former_keys_make_the_same_runs_with_the_same_hash(study):
@@ -278,14 +233,6 @@ def test_former_keys_make_the_same_runs_with_the_same_hash(study):
     (run, *_) = [run for run in first_runs(plan) if run.arm == "b"]
     as_before = [{"model_name_or_path": "base", **former}, run.seed, plan.evaluations]
     assert inventory.plan_of(plan, run) == inventory._digest(as_before)
-
-
-def test_a_sweep_may_try_zero(study, tmp_path, finish):
-    plan = read(study(sweep={"key": "beta", "values": [0.0, 0.1], "seeds": [100]}))
-    for one in first_runs(plan):
-        finish(one, tmp_path, 0.9 if one.value == 0 else 0.1)
-    best = [one for one in inventory.all_runs(plan, tmp_path) if one.kind == "best"]
-    assert len(best) == 6 and {(one.arm, one.value) for one in best} == {("a", 0.0), ("b", 0.0)}
 
 
 def test_a_base_that_is_made_anew_is_refused(published, trained, make_base, tmp_path):
@@ -312,12 +259,6 @@ def test_runs_that_were_asked_other_problems_are_not_compared(study, tmp_path, f
     finish(next(one for one in first_runs(plan) if one.folder == "b/seed-1"), out, 0.5, problems="new")
     with pytest.raises(StudyError, match=r"evaluations.greedy: b/seed-1 was asked other problems than a/seed-0; put"):
         inventory.collect(plan, out)
-
-
-@pytest.mark.parametrize("line", ["--jobs 2 --dry-run", "--finished t.csv.gz --table t.csv.gz"])
-def test_where_nothing_runs_the_option_is_refused(line, study, tmp_path):
-    said = CliRunner().invoke(app, ["study", str(study()), *line.split()])
-    assert said.exit_code == 2 and "leave --finished," in " ".join(said.output.split())
 
 
 # These tests take arms from the table of another study.

@@ -238,25 +238,6 @@ def test_the_page_follows_from_the_table(study, tmp_path, finish, claimed):
             conduct(study(afterwards={"answer": wrong}), table=table)
 
 
-def test_a_page_of_episodes_has_calls_and_what_training_gained(study, tmp_path, finish, claimed):
-    file = study(sweep=None, afterwards={"answer": "{gain of b}, in BF16 {gain of a}."})
-    plan, table = read(file), tmp_path / "made" / TABLE
-    out = claimed(plan, tmp_path / "out")
-    for one in first_runs(plan):
-        finish(one, out, {"a": 0.5, "b": 0.6}[one.arm] + 0.01 * one.seed, calls={"a": 1.0, "b": 1.5}[one.arm])
-    rows = collect(plan, out)
-    write_table(rows, table)
-    page = conduct(file, table=table).read_text()
-    half = 100 * 0.01 / np.sqrt(3) * stats.t.ppf(0.975, 2)
-    assert f"\n+51.0 points (+{51 - half:.1f} to +{51 + half:.1f}), in BF16 +41.0 points" in page
-    assert "| calls a problem of a | calls a problem of b |" in page and "| 0.25 → 1.50 | 0.25 → 1.00 |" in page
-    assert "Accuracy and calls before → after training." in page
-    means = pd.read_csv(table.parent / pages.CONFIGURATIONS).set_index(["arm", "metric"])["mean"]
-    assert means["b", "failures"] == 0.75 and means["b", "base_failures"] == 0.125
-    write_table(rows[(rows.seed == 0) | ~rows.metric.eq("accuracy")], table)
-    assert "points" not in conduct(file, table=table).read_text(), "one seed has no interval"
-
-
 # These tests are about `qerl compare`.
 
 

@@ -3,14 +3,12 @@
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
 from qerl_recipes.evaluate.request import check_tasks
 from qerl_recipes.study.check import check
 from qerl_recipes.study.inventory import all_runs
-from qerl_recipes.study.pages import outline
 from qerl_recipes.study.plan import StudyError, best_values, first_runs, later_runs, read
 
 ROOT = Path(__file__).parents[3]
@@ -81,21 +79,6 @@ def test_refused_recipe(recipe, message, study):
         read(file)
 
 
-def test_a_key_that_stands_twice_is_refused(study):
-    file = study()
-    file.write_text(file.read_text() + "seeds: [7]\n")
-    with pytest.raises(StudyError, match=r"seeds stands twice \(line \d+\); keep one"):
-        read(file)
-
-
-def test_an_arm_may_be_another_one_and_more(study):
-    content = yaml.safe_load(study(sweep=None).read_text())
-    del content["arms"]
-    arms = "arms:\n  a: &a {lora_r: 8, beta: 0.1}\n  b:\n    <<: *a\n    beta: 0.2\n"
-    Path("study.yaml").write_text(arms + yaml.safe_dump(content))
-    assert read(Path("study.yaml")).arms["b"] == {"lora_r": 8, "beta": 0.2}
-
-
 def test_of_equal_values_the_smaller_one_is_the_best(study):
     plan = read(study(sweep={"key": "beta", "values": [0.2, 0.1], "seeds": [100, 101, 102]}))
     # of 500 problems; the sums are equal, but not as sums of floats
@@ -133,16 +116,6 @@ def test_committed_studies_can_be_planned(monkeypatch):
     printed = CliRunner().invoke(app, ["study", str(file), "--dry-run"])
     assert printed.exit_code == 0 and all(f"| {arm} |" in printed.output for arm in plan.arms)
     assert f"x {len(plan.seeds)} seeds" in printed.output and "paired by seed" in printed.output
-
-
-def test_the_plan_counts_runs(study):
-    claim = {**PAIR, "expect": "not lower", "metric": "reward_area"}
-    with pytest.warns(FutureWarning, match="metric reward_area is called mean_reward now"):
-        plan = read(study(claims=[claim]))
-    text = outline(plan, Path("study.yaml"))
-    assert f"= {len(first_runs(plan))}, for the best value" in text and "2 arms x 3 seeds (0, 1, 2) = 6" in text
-    assert "greedy (primary: decides): tasks: running_sum" in text and "paired by seed: b - a" in text
-    assert "claim: x. Supported if b's mean_reward is not lower than a's" in text  # the metric's current name
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 failure leaves.
 """
 
-import itertools
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from waiting import PATIENCE, until
 import qerl_recipes.evaluate
 from qerl_recipes.cli import app
 from qerl_recipes.files.whole_folder import lock, write_text
-from qerl_recipes.study import check as checks
 from qerl_recipes.study import inventory, runner
 from qerl_recipes.study.inventory import all_runs, read_table
 from qerl_recipes.study.plan import StudyError, first_runs, read
@@ -89,24 +87,6 @@ def test_an_evaluation_that_would_be_refused(options, message, study, tmp_path):
     with pytest.raises(StudyError, match="--jobs is 0; it must be at least 1"):
         runner.run(read(study()), tmp_path / "out", jobs=0)
     assert not (tmp_path / "out").exists()
-
-
-def test_tasks_may_be_one_text_with_commas():
-    assert checks.with_list({"tasks": "amc23 , running_sum", "seed": 1}) == {
-        "tasks": ["amc23", "running_sum"],
-        "seed": 1,
-    }
-
-
-def test_problems_are_looked_at_as_far_as_they_are_asked(study):
-    # lighteval shuffles them the same way each time, and asks the second one.
-    lines = [{"prompt": "a colour", "answer": "blue"}, {"prompt": "2 + 2", "answer": "4"}]
-    Path("held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    second = {"tasks": "jsonl-number:held_out.jsonl"}
-    one = {"greedy": {"tasks": "running_sum"}, "second": {**second, "max_samples": 1}}
-    checks.check_tasks(read(study(evaluations=one)))
-    with pytest.raises(StudyError, match=r"evaluations.second cannot be made here, .*'blue'.* be read as a number"):
-        checks.check_tasks(read(study(evaluations={**one, "second": second})))
 
 
 def fail(error):
@@ -222,20 +202,6 @@ def test_a_log_has_every_command_and_no_login(machine, tmp_path):
     assert not machine.processes, "what has ended is asked for nothing more"
 
 
-def test_time_is_divided_among_the_runs_that_it_was_for(machine, tmp_path, monkeypatch):
-    logs = [tmp_path / name / "log.txt" for name in ("one", "two", "three")]
-    for log in logs:
-        log.parent.mkdir()
-    clock = itertools.chain([100.0], itertools.repeat(118.0))
-    monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
-    assert machine.call(["evaluate-each", "[]"], logs[0], None, beside=logs[1:]) == 3
-    monkeypatch.undo()
-    line = f"$ qerl evaluate-each for this run and others: see {logs[0]}\n"
-    assert [log.read_text() for log in logs[1:]] == [line] * 2
-    for log in logs:  # three runs share 18 s of half a device
-        assert json.loads((log.parent / inventory.TIMES).read_text()) == {"device": "H200", "seconds": 3.0}
-
-
 def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_path):
     ended = []
     running = threading.Thread(target=lambda: ended.append(machine.call(["sleep"], tmp_path / "log.txt", None)))
@@ -248,39 +214,7 @@ def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_p
     assert machine.call(["train"], tmp_path / "other.txt", None) is None and not (tmp_path / "other.txt").exists()
 
 
-@pytest.mark.parametrize(("jobs", "own", "threads"), [(1, None, None), (3, None, "2"), (9, None, "1"), (2, "7", "7")])
-def test_each_job_gets_its_share_of_the_cores(jobs, own, threads, monkeypatch):
-    """Check each job's threads.
-
-    MASTER_PORT is removed, because a port found free for one engine would otherwise be given to the engines of all
-    jobs.
-    """
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if own is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", own)
-    given = runner._environment(jobs)
-    assert given.get("OMP_NUM_THREADS") == threads and "MASTER_PORT" not in given
-
-
 # These tests are about order, places and groups.
-
-
-@pytest.mark.parametrize(("jobs", "most"), [(1, 1), (8, 2)])
-def test_a_quarter_of_the_jobs_evaluates_while_others_train(jobs, most, study):
-    plan = read(study(sweep=None))
-    waiting = all_runs(plan, Path("out"))
-    for at_work in range(most + 2):
-        left = runner.Left(plan, jobs, untrained=waiting[:3], trained=waiting[3:], evaluations=at_work)
-        found, trained = left.next(jobs)
-        assert trained is (at_work < most) and found == ([waiting[3], waiting[5]] if trained else [waiting[0]])
-        left = runner.Left(plan, jobs, trained=waiting[3:], evaluations=at_work)
-        assert left.next(1) == ([waiting[3], waiting[5]], True), "there is nothing else to do"
-        left.trained = waiting[3:4]
-        assert left.next(2) == ([waiting[3]], True), "of fewer than there are places, too"
-    left = runner.Left(plan, jobs, trained=[one for one in waiting if one.arm == "a"])
-    assert [len(left.next(2)[0]), len(left.next(2)[0]), left.next(2)] == [2, 1, ([], False)], "shared by the places"
 
 
 @pytest.mark.parametrize("weights", [{"lora_r": 8}, {"quantization": "nf4"}])
@@ -325,17 +259,6 @@ def test_an_evaluation_that_fails_takes_no_other_with_it(study, evaluated):
     assert failed.startswith("b/seed-1 ended with 2: qerl: it holds NaN")
     runs = [f"{arm}/seed-{seed}" for seed in (0, 1, 2) for arm in "ab"]
     assert groups == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
-
-
-def test_a_group_is_no_longer_than_an_argument_may_be(study, evaluated):
-    long, sizes = {"greedy": {"tasks": "running_sum", "system_prompt": "say it " * 4000}}, []
-
-    def evaluate(name, log, options):
-        sizes.append(len(json.dumps(options)))
-        written(*options)
-
-    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}}, evaluations=long)), evaluate) == []
-    assert len(sizes) == 2 and max(sizes) < 128 * 1024 < sum(sizes)
 
 
 def test_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_path, monkeypatch):
@@ -424,34 +347,6 @@ def test_what_failed_to_start_is_begun_once_more(study, calls, tmp_path):
     failed = re.findall(r"(\w/seed-\d) ended with", str(error.value))
     assert sorted(failed) == ["a/seed-2", "a/seed-3", "b/seed-0"]
     assert {key for key, times in called.items() if times == 2} == {("a/seed-1", "train")}
-
-
-def test_a_run_that_fails_is_named_and_the_others_have_their_page(study, tmp_path, finish, claimed):
-    file = study(sweep=None, seeds=[0, 1])
-    plan, out = read(file), claimed(read(file), tmp_path / "out")
-    for one in first_runs(plan):
-        if one.folder == "a/seed-0":
-            (out / one.folder / "adapter").mkdir(parents=True)  # it looks trained, so only its evaluation fails
-        else:
-            finish(one, out, 0.5)
-    said = CliRunner().invoke(app, ["study", str(file), "--output", str(out), "--jobs", "2"])
-    assert re.fullmatch(r"a/seed-0 ended with 2: qerl: .*a/seed-0/adapter is no adapter.*", str(said.exception))
-    assert "$ qerl evaluate-each '[{" in (out / "a/seed-0/log.txt").read_text()
-    assert "3/4 runs" in (out / "README.md").read_text()
-    rows = read_table(out / inventory.TABLE)
-    assert len(rows[(rows.arm == "b") & (rows.metric == "accuracy")]) == 2
-
-
-def test_a_stop_begins_nothing_more_and_names_no_failure(study, calls, tmp_path):
-    machine, out, plan = runner.Machine("CPU"), tmp_path / "out", read(study(sweep=None))
-
-    def evaluate(*_):
-        machine.stop()
-        return -15
-
-    made = calls(evaluate=evaluate)
-    assert runner.finish_all(plan, out, 1, machine) == []
-    assert [command for command, _ in made] == ["train", "evaluate-each"]
 
 
 def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
