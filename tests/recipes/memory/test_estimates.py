@@ -1,14 +1,11 @@
 """Test a plan's estimates against real tensors: what a forward saves for its backward, and what is alive in it."""
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from qerl_kernels import nvfp4
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_recipes.files.base_model import read_config
@@ -180,91 +177,6 @@ def test_a_block_keeps_what_pytorch_saves(
         attended=1 + 2 * shared / TOKENS,
     )
     assert (two - one - casts) / TOKENS == pytest.approx(estimate, rel=within)
-
-
-class Alive(TorchDispatchMode):
-    """Count bytes of live tensors that operators returned: ``now``, and the most since ``mark``.
-
-    Temporary memory inside our operators is not seen, and may differ on a GPU.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = self.most = 0
-
-    def mark(self) -> int:
-        self.most = self.now
-        return self.now
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operator(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.note(tensor.untyped_storage())
-        return result
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.forget, storage._cdata)
-
-    def forget(self, address: int) -> None:
-        self.now -= self.sizes.pop(address)
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
-def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare with the backward of checkpointed blocks: one recomputed block and what its gradients take.
-
-    Copies of weights and sums that exist only on a CPU are left out.
-    """
-    tokens, config = 1024, small(kind, 2)
-    policy, size = policy_of(config, torch.bfloat16, autocast=True), measure(config.to_dict())
-    expanded: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
-    expand = lora._operand
-
-    def kept(base: torch.nn.Module, *how: Any) -> tuple[torch.Tensor, float]:
-        key = (id(base), *how[1:])
-        if key not in expanded:
-            expanded[key] = expand(base, *how)
-        return expanded[key]
-
-    monkeypatch.setattr(lora, "_operand", kept)
-    monkeypatch.setattr(lora, "_sum", lambda a, b: (a.t() @ b).float())  # a GPU sums in fp32 without copies
-    monkeypatch.setattr(  # a GPU makes no copies here either
-        lora, "_product", lambda a, b, factor, out=None: torch.mm(a, b, out=out).mul_(factor)
-    )
-    policy.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.enable_input_require_grads()
-    policy.train()
-    ids = torch.randint(2, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", torch.bfloat16):  # warm up: creates each form of the weights
-        policy.get_base_model().model(ids, use_cache=False).last_hidden_state.sum().backward()
-    policy.zero_grad()
-
-    def taken() -> int:
-        with Alive() as alive:
-            for tensor in (ids, *policy.parameters(), *policy.buffers(), *(w for w, _ in expanded.values())):
-                alive.note(tensor.untyped_storage())
-            with torch.autocast("cpu", torch.bfloat16):
-                hidden = policy.get_base_model().model(ids, use_cache=False).last_hidden_state
-            gradient = torch.ones_like(hidden)
-            before = alive.mark()
-            hidden.backward(gradient)
-        policy.zero_grad()
-        return alive.most - before
-
-    least = min(taken() for _ in range(3))  # Python sometimes frees a tensor late
-    batch = estimates.MicroBatch(tokens, tokens, tokens, 0, tokens)
-    block = estimates.saved_in_a_block(size, 16, targets=4 if size.experts else 7)
-    planned, _ = estimates.at_work(size, batch, block, checkpointing=True, expands=bool(size.experts))
-    for layer in size.experts[:1]:  # temporary memory inside our operator
-        planned -= 2 * 2 * layer.count * layer.inner * layer.hidden
-    assert 0.93 < least / planned < 1.01
 
 
 def test_the_head_needs_what_was_measured_on_an_h200() -> None:

@@ -18,7 +18,9 @@ from qerl_recipes.rollout import engine as rollout
 from qerl_recipes.study.plan import flags
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-ON_A_GPU = sorted(path for path in RECIPES.glob("*/grpo/*.yaml") if path.parts[-3] != "demo")
+# A recipe with another learning rate or without noise takes no more than the one beside it.
+ON_A_GPU = [path for path in sorted(RECIPES.glob("[!d]*/grpo/*.yaml")) if not path.stem.endswith("equal_rate")]
+ON_A_GPU = [path for path in ON_A_GPU if not path.with_stem(f"{path.stem}_aqn").exists()]
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 NVFP4_32B = RECIPES / "Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"
 NVFP4_32B_NO_NOISE = NVFP4_32B.with_name("nvfp4_lora.yaml")

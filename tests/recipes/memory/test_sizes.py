@@ -30,11 +30,7 @@ def size_of(name: str) -> ModelSize:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "without_embeddings"),
-    [
-        ("Qwen/Qwen2.5-0.5B-Instruct", 0.49, 0.36),
-        ("Qwen/Qwen3-8B", 8.2, 6.95),
-        ("Qwen/Qwen3-30B-A3B", 30.5, 29.9),
-    ],
+    [("Qwen/Qwen2.5-0.5B-Instruct", 0.49, 0.36), ("Qwen/Qwen3-8B", 8.2, 6.95), ("Qwen/Qwen3-30B-A3B", 30.5, 29.9)],
 )
 def test_parameters_are_those_of_the_model_cards(name: str, parameters: float, without_embeddings: float) -> None:
     size = size_of(name)
