@@ -218,18 +218,6 @@ def test_a_problem_has_its_share_and_its_vote(
     assert found.cut == [False, True, False][: len(texts)]
 
 
-def test_more_prompts_than_are_computed_at_once_are_sampled(engine: Any) -> None:
-    """Sample more prompts than one batch holds.
-
-    A prompt computed in parts would reset its seeded generator, which torch's generator on a CPU cannot do.
-    """
-    from vllm import SamplingParams
-
-    prompts = [{"prompt_token_ids": [3 + i % 7] * 47} for i in range(128)]  # 6016 tokens, where vLLM takes 4096 at once
-    sampling = [SamplingParams(max_tokens=2, temperature=1.0, seed=i) for i in range(128)]
-    assert len(engine.generate(prompts, sampling, use_tqdm=False)) == 128
-
-
 def test_promise_03_and_promise_10_the_base_is_evaluated_alone(engine: Any, save_adapter: Make, tmp_path: Path) -> None:
     from vllm import SamplingParams
 

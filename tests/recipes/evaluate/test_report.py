@@ -2,7 +2,6 @@
 
 import html
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qerl_recipes.evaluate import plots, report
+from qerl_recipes.evaluate import report
 from qerl_recipes.evaluate.figures import too_many_cut
 from qerl_recipes.files.adapter import open_adapter
 
@@ -78,12 +77,6 @@ def test_a_folder_with_only_one_half_has_a_report(tmp_path: Path) -> None:
     assert "<svg" in page and "Nothing trained here" in page
 
 
-def test_a_page_of_older_metric_names_is_the_page_of_todays(tmp_path: Path) -> None:
-    older = [{name.replace("logp_diff", "logp_mismatch"): value for name, value in step.items()} for step in STEPS]
-    pages = [text_of(tmp_path, steps=steps) for steps in (STEPS, older)]
-    assert older != STEPS and pages[0] == pages[1] and "mean |log p" in pages[0]
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -101,23 +94,6 @@ def test_a_damaged_file_is_named_and_the_old_page_stays(name: str, text: str, me
     assert (tmp_path / "report.html").read_text() == "old"
     with pytest.raises(ValueError, match="there is no folder"):
         report.write(tmp_path / "nowhere")
-
-
-def test_the_page_says_in_words_what_was_run(tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "qerl_state.json").write_text(json.dumps(STATE))
-    config = {"r": 32, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    page = page_of(tmp_path, steps=STEPS)
-    assert "<h1>Qwen2.5-7B-Instruct on gsm8k</h1>" in page
-    for text in (
-        f"{tmp_path.name}; NVFP4, 4 bits, frozen; 7 steps; trained in 90 minutes; 2026-02-01 10:20 UTC",
-        "noise in engine and trainer (both), sigma 0.01 to 0.0001 in 10 stages",
-        "adapter LoRA, rank 32, alpha 64, on q_proj, v_proj",
-        f"qerl evaluate /models/Qwen2.5-7B-Instruct --adapter {tmp_path} --quantization qerl_nvfp4 --tasks gsm8k",
-    ):
-        assert text in words(page), text
-    assert not re.search(r"reward_funcs|noise_mode|sigma_start|base_hash", page)
 
 
 def test_first_and_last_steps_are_steps_not_values(tmp_path: Path) -> None:
@@ -149,39 +125,6 @@ def test_held_out_rewards_have_pictures_and_no_noise_none(tmp_path: Path) -> Non
     assert "Noise: sigma" not in page
     page = page_of(tmp_path, steps=STEPS)
     assert "Noise: sigma" in page and "Parts of the reward" not in page
-
-
-def test_the_newest_evaluation_below_a_run_is_shown_and_named(tmp_path: Path) -> None:
-    assert "Not evaluated yet" in page_of(tmp_path, steps=STEPS)
-    many = {"pass_at": {"4": {"value": 0.75, "ci95": [0.6, 0.8]}}}
-    places = ("evaluation/sampled", "evaluation/greedy", "evaluation", ".")  # ordered from the newest
-    for age, place in enumerate(places):
-        (tmp_path / place).mkdir(parents=True, exist_ok=True)
-        arm = {**RESULT, **many, "accuracy": 0.45 + age / 100}
-        (tmp_path / place / "evaluation.json").write_text(json.dumps({"tasks": {"gsm8k": {"adapter": arm}}}))
-        os.utime(tmp_path / place / "evaluation.json", (9 - age, 9 - age))
-    text = text_of(tmp_path)
-    assert "with adapter 45.0 % 40.4 to 59.6 % 100" in text and "with adapter, pass@4 75.0 %" in text
-    older = "evaluation/greedy/evaluation.json, evaluation/evaluation.json, evaluation.json"
-    assert f"From evaluation/sampled/evaluation.json , the newest here; older: {older} ." in text
-    for place in places[:3]:
-        (tmp_path / place / "evaluation.json").unlink()
-    text = text_of(tmp_path)
-    assert "From evaluation.json ." in text and "with adapter 48.0 %" in text
-
-
-def test_the_share_that_ended_stands_beside_each_accuracy(tmp_path: Path) -> None:
-    many = {"maj_at": {"4": {"value": 0.75, "ci95": [0.6, 0.8]}}}
-    arms = {"base": {**RESULT, "ended": 0.85}, "adapter": {**RESULT, **many, "ended": 0.97}}
-    evaluation = {"tasks": {"gsm8k": arms}, "max_new_tokens": {"gsm8k": 64}, "max_model_length": 512}
-    text, row = text_of(tmp_path, evaluation=evaluation), "40.4 to 59.6 % 100"
-    voted = "with adapter, maj@4 75.0 % 60.0 to 80.0 % 100 97 %"
-    assert f"base 50.0 % {row} 85 % with adapter 50.0 % {row} 97 % {voted}" in text
-    assert "gsm8k: 15% (base) and 3% (adapter) of the answers were cut at max_new_tokens=64; accuracy counts" in text
-    # older files: one states a cut share, the other nothing
-    older = {"base": {**RESULT, "cut": 0.25}, "adapter": RESULT}
-    text = text_of(tmp_path, evaluation={"tasks": {"gsm8k": older}})
-    assert f"base 50.0 % {row} 75 % with adapter 50.0 % {row} " in text and "25% (base) of the answers were cut" in text
 
 
 @pytest.mark.parametrize(
@@ -244,46 +187,3 @@ def test_what_was_judged_otherwise_than_trained_is_named(
     text = text_of(tmp_path, evaluation={**evaluation, **change, "sampling": {**AS_TRAINED, **asked}})
     heading = "These figures were not made as the run was trained: judged with trained with"
     assert f"{heading} {row} From evaluation.json" in text
-
-
-def test_what_no_file_states_is_not_compared(tmp_path: Path) -> None:
-    sampling = {**AS_TRAINED, "chat_template": None}
-    unknown = {**BASE, "quantization": "bf16", "num_fewshot": 2, "sampling": sampling}
-    assert "judged with" not in text_of(tmp_path, evaluation=unknown)
-    # Here the evaluation states it.
-    text = text_of(tmp_path, evaluation={**unknown, "trained_on": "nf4"})
-    assert "trained with weights BF16, frozen NF4" in text
-    recipe = {"system_prompt": "sum", "chat_template": None, "chat_template_kwargs": {"short": True}}
-    (tmp_path / "qerl_state.json").write_text(json.dumps({"quantization": "bf16", "recipe": recipe}))
-    (tmp_path / "chat_template.jinja").write_text("{{ t }}")
-    for template in (None, "{{ t }}"):  # the template is given, or taken from the run's folder
-        sampling = {**sampling, "chat_template": template}
-        assert "judged with" not in text_of(tmp_path, evaluation={**unknown, "num_fewshot": 0, "sampling": sampling})
-
-
-def places(picture: str) -> list[int]:
-    """Return how many points each curve of a picture has; grid lines, which have two, are left out."""
-    curves = re.findall(r'<path d="([^"]*)" clip-path[^>]*style="fill: none', picture)
-    return [curve.count("L") + 1 for curve in curves if curve.count("L") > 1]
-
-
-def test_each_picture_has_the_values_of_its_steps(tmp_path: Path) -> None:
-    """Count the points of each curve.
-
-    Only sigma keeps its value until the next step, and only held-out rewards have markers.
-    """
-    metrics = [{**step, "rollout_tokens_per_s": 10.0 * step["step"], "train_tokens_per_s": None} for step in STEPS]
-    metrics[:5] = [{**step, "train_tokens_per_s": 5.0} for step in metrics[:5]]
-    held_out = [{"step": step, "eval/reward": 0.1 * step} for step in range(4)]
-    page = page_of(tmp_path, steps=[*metrics, *held_out])
-    pictures = {re.findall(r">([A-Z][^<]+)</text>", picture)[-1]: picture for picture in page.split("<svg")[1:]}
-    assert [title for title in pictures if "<g clip-path" in pictures[title]] == ["Reward on held-out problems"]
-    assert {title: places(picture) for title, picture in pictures.items()} == {
-        "Reward": [7, 7],  # each step, and the running mean
-        "Reward on held-out problems": [4],
-        "Entropy (nats per token)": [7, 7],
-        "Noise: sigma on the norm weights": [13],
-        "Trainer and engine: mean |log p difference|": [7],
-        "Tokens per second": [7, 5],  # rollout and training
-    }
-    assert plots.running_mean([1, 2, 3, 4, 5, 6, 16]) == [1, 1.5, 2, 2.5, 3, 4, 6.8]

@@ -97,12 +97,7 @@ ROW = {"prompt": "1+1=", "answer": "2"}
         '{"prompt": "?", "answer": "1", "answer": "2"}',
         *(
             json.dumps(row)
-            for row in (
-                {"prompt": "1+1="},
-                {**ROW, "prompt": 1},
-                {**ROW, "answer": True},
-                {**ROW, "answer": " "},
-            )
+            for row in ({"prompt": "1+1="}, {**ROW, "prompt": 1}, {**ROW, "answer": True}, {**ROW, "answer": " "})
         ),
     ],
 )
