@@ -1,7 +1,6 @@
 """Test ``qerl export``: it writes a self-contained adapter folder, or base and adapter as one checkpoint."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -159,35 +158,6 @@ def test_a_merge_keeps_the_shards_and_copies_no_other_weights(trained: Make, mak
     assert {file.name for file in merged.iterdir()} == {file.name for file in base.iterdir()} - left_out
     card = (merged / "README.md").read_text()
     assert f"vllm serve {merged}" in card and open_adapter(adapter).sha256() in card and str(base) not in card
-
-
-def test_export_says_what_it_wrote_and_a_card_names_no_place(trained: Make, tmp_path: Path) -> None:
-    adapter = trained(recipe={"system_prompt": "S"})
-    (adapter / "chat_template.jinja").write_text("{{ messages }}")
-    output = call(adapter, tmp_path / "out").output
-    assert re.fullmatch(
-        rf"wrote {tmp_path}/out: README.md, adapter_config.json, .*qerl_state.json \(0.0 MB\)\n", output
-    )
-    assert open_adapter(tmp_path / "out").recipe == {"system_prompt": "S"}
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
-    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
-    assert any("| base model | `nvfp4` |" in line for line in lines)
-    assert all(line.startswith("vllm serve ") for line in lines if "/" in line.replace("config.json and", ""))
-
-
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_full_disk_names_the_destination(
-    merge: bool, trained: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = trained()
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("shutil.copyfile", full)
-    with pytest.raises(OSError, match=rf"^\[Errno 28\] {tmp_path}/out could not be written .*nothing was changed"):
-        export(adapter, tmp_path / "out", merge=merge)
-    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
 
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

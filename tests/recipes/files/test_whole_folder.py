@@ -34,10 +34,7 @@ def test_an_interrupted_write_keeps_and_names_the_file(tmp_path: Path, monkeypat
 def test_two_writers_of_one_folder_do_not_meet(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "out") as first:
         (first / "config.json").write_text("1")
-        with (
-            pytest.raises(BlockingIOError, match="another process is writing it"),
-            whole_folder(tmp_path / "out"),
-        ):
+        with pytest.raises(BlockingIOError, match="another process is writing it"), whole_folder(tmp_path / "out"):
             pass
     assert (tmp_path / "out" / "config.json").read_text() == "1"
 

@@ -1,9 +1,7 @@
 """Test the defaults for vLLM: complete on a CPU, few on a GPU, and never overriding the user."""
 
-import ast
 import importlib.metadata
 import importlib.util
-import logging
 import socket
 import subprocess
 import sys
@@ -90,41 +88,3 @@ def test_preparing_imports_neither_torch_nor_vllm() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
-
-
-@pytest.mark.parametrize("module", environment.CPU_NOISE)
-def test_what_is_left_out_is_what_the_installed_vllm_says(module: str) -> None:
-    """Check that vLLM still has the messages that are filtered out.
-
-    A new wording would make a message appear again.
-    """
-    (package,) = importlib.util.find_spec("vllm").submodule_search_locations
-    source = Path(package).joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
-    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    for beginning in environment.CPU_NOISE[module]:
-        assert any(isinstance(text, str) and text.startswith(beginning) for text in texts), beginning
-
-
-@pytest.mark.parametrize(
-    ("cuda", "level", "expected"),
-    [(False, "WARNING", ["other", "noise!"]), (True, "WARNING", None), (False, "INFO", None)],
-    ids=["cpu", "gpu", "user's level"],
-)
-def test_noise_is_left_out_on_a_cpu_and_errors_are_not(
-    cuda: bool,
-    level: str,
-    expected: list[str] | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    module = f"noisy.{cuda}.{level}"
-    monkeypatch.setattr(environment, "CPU_NOISE", {module: ("noise",)})
-    monkeypatch.setattr(environment, "has_cuda_device", lambda variables: cuda)
-    monkeypatch.setattr(environment, "is_cpu_build", lambda: False)
-    monkeypatch.setattr(environment.os, "environ", {"VLLM_LOGGING_LEVEL": level})
-    environment.prepare()
-    logger = logging.getLogger(module)
-    logger.warning("noise %d", 1)
-    logger.warning("other")
-    logger.error("noise!")
-    assert caplog.messages == (expected or ["noise 1", "other", "noise!"])

@@ -1,4 +1,3 @@
-import contextlib
 import shutil
 
 import pytest
@@ -220,33 +219,3 @@ def test_a_weight_that_nvfp4_cannot_hold_is_refused_by_name(bad, make_bf16, tmp_
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_proj\.weight holds NaN or infinite values"):
         models.load(folder, quantization="qerl_nvfp4")
-
-
-def test_nf4_weights_are_quantized_on_their_copys_stream(make_bf16, monkeypatch):
-    """Check the order of streams only; tests/gpu/test_nf4_loading.py compares the weights with the file's on a busy
-    GPU.
-    """
-    order, now = [], ["vLLM's"]
-
-    @contextlib.contextmanager
-    def stream(of):
-        before, now[0] = now[0], of
-        yield
-        now[0] = before
-
-    class Stream(str):
-        def wait_stream(self, other):
-            order.append(f"{self} waits for {other}")
-
-    def quantized(*_, **options):
-        assert options["device_map"] == {"": 0}
-        order.append(f"loaded on {now[0]}")
-        return torch.nn.Linear(1, 1)
-
-    fakes = {"is_available": lambda: True, "current_device": lambda: 0, "stream": stream}
-    fakes |= {"default_stream": lambda: Stream("the default"), "current_stream": lambda: Stream(now[0])}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", quantized)
-    models._load_nf4(make_bf16("qwen2"), torch.bfloat16, None)
-    assert order == ["loaded on the default", "vLLM's waits for the default"]

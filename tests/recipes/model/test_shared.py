@@ -19,7 +19,6 @@ from qerl_recipes.model import shared
 from qerl_recipes.model.frozen import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.rollout import engine as rollout
 from qerl_recipes.train import run as train
 from qerl_recipes.train.preflight import check, make
 from qerl_vllm_plugin.weights.expected import fused_with
@@ -334,19 +333,6 @@ def test_sharing_that_was_left_open_and_cannot_be_is_said_once():
         assert not shared.is_wanted(GRPOConfig(**CPU, vllm_tensor_parallel_size=2))
 
 
-def test_sharing_is_the_default_on_a_gpu():
-    settings = {"quantization": "qerl_nvfp4", "world_size": 1, "vllm_tensor_parallel_size": 1, "share_weights": None}
-    settings |= {"vllm_mode": "colocate"}
-    gpu = SimpleNamespace(**settings, vllm_enable_sleep_mode=True, device=torch.device("cuda"))
-    assert shared.is_wanted(gpu)
-
-
-def test_another_arm_and_a_plain_no_are_not_worth_a_warning(recwarn):
-    assert not shared.is_wanted(GRPOConfig(**CPU, quantization="bf16"))
-    assert not shared.is_wanted(GRPOConfig(**CPU, share_weights=False))
-    assert [str(w.message) for w in recwarn if "own copy" in str(w.message)] == []
-
-
 @pytest.mark.parametrize("asked", [None, True])
 def test_an_engine_that_lends_nothing_is_named(asked):
     training = GRPOConfig(**CPU, share_weights=asked)
@@ -356,32 +342,3 @@ def test_an_engine_that_lends_nothing_is_named(asked):
     else:
         with pytest.warns(UserWarning, match="own copy of the frozen weights: the rollout engine vllm lends no"):
             assert shared.borrow(object(), training) is None
-
-
-class EngineOnMarlin:
-    """Fake an engine whose weights all lie in Marlin's layout, and lend them as the rollouts do."""
-
-    frozen_weights = rollout.VLLMRollouts.frozen_weights
-    check_weights = rollout.VLLMRollouts.check_weights
-
-    def __init__(self, lent):
-        self.llm, self._is_lent = lent, False
-
-    def _wake(self):
-        pass
-
-    _sleep = _wake
-
-
-@pytest.mark.parametrize("asked", [None, True])
-def test_weights_in_marlins_layout_are_borrowed_as_any_others(asked, make_nvfp4, monkeypatch, recwarn):
-    folder = make_nvfp4("qwen2", intermediate_size=128)
-    lent = lend(models.load(folder), marlin_layer, marlin_part)
-    monkeypatch.setattr(rollout, "frozen_weights", lambda llm: llm)
-    training, engine = GRPOConfig(**CPU, share_weights=asked), EngineOnMarlin(lent)
-    assert shared.is_wanted(training)
-    borrowed = shared.borrow(engine, training)
-    assert borrowed is lent and engine._is_lent  # a lent engine does not sleep as a whole
-    ours = models.load(folder, weights=borrowed)
-    assert {type(module) for module in linears(ours).values()} == {FrozenMarlinLinear}
-    assert [str(w.message) for w in recwarn if "own copy" in str(w.message)] == []

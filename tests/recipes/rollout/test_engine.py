@@ -151,34 +151,6 @@ def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine
         engine.close()
 
 
-def test_a_prompt_is_computed_once_for_its_completions(start_engine):
-    """Count the tokens that vLLM computes in the first step, in which all completions of a prompt start.
-
-    vLLM gives blocks to the first of them before it looks for those of the next, so all but a prompt's last block are
-    found. That one is computed for each completion: vLLM stops before a prompt's last token, at the end of a block.
-    """
-    engine = start_engine(16, num_generations=8, vllm_max_model_length=256)
-    core = engine.llm.llm_engine.engine_core.engine_core
-    block, schedule, computed = core.vllm_config.cache_config.block_size, core.scheduler.schedule, []
-
-    def count(*arguments, **options):
-        output = schedule(*arguments, **options)
-        computed.append(output.total_num_scheduled_tokens)
-        return output
-
-    core.scheduler.schedule = count
-    lengths = [block + 44, block]
-    prompts = [[3 + k] + PROMPTS[k][:1] * (length - 1) for k, length in enumerate(lengths) for _ in range(8)]
-    try:
-        for rollout in range(2):  # a swap empties the cache: each rollout computes its prompts again
-            computed.clear()
-            engine.begin(rollout, None)
-            engine.generate(prompts, None, 8)
-            assert computed[0] == sum(lengths) + 7 * (44 + block)
-    finally:
-        engine.close()
-
-
 def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_engine, monkeypatch):
     """Check that no text is made in vain.
 
@@ -540,12 +512,6 @@ def test_64_episodes_of_unequal_turns_take_the_steps_of_one_turn(endless):
     assert 0 <= len(whole) - max(map(sum, lengths)) <= 1
     assert len(steps) <= 1.15 * len(whole) < 1.5 * len(whole) < len(waiting)
     assert histories == same, "what is sampled depends on place and turn alone"
-
-
-def test_what_is_computed_together_follows_from_tokens_alone(endless):
-    lengths = lengths_of(3, episodes=16)
-    first, again = played(endless, lengths), played(endless, lengths)
-    assert first == again
 
 
 def test_an_error_between_turns_leaves_nothing_in_the_engine(endless):

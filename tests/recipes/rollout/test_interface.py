@@ -81,6 +81,7 @@ def test_an_engine_that_is_not_ours_trains_a_policy(third_party, make_trainer, m
             make_nvfp4("qwen2"),
             dtype=torch.float32,
             rollout_engine="transformers",
+            max_completion_length=6,
             eval_strategy="steps",
             eval_steps=2,
             save_strategy="steps",

@@ -69,18 +69,6 @@ def test_completions_are_those_of_generate_in_its_order(llm: Any, monkeypatch: p
     assert sampling.generate(llm, PROMPTS[:1], other, None) != expected[:1]
 
 
-def test_nothing_is_left_behind(llm: Any) -> None:
-    sampling.generate(llm, PROMPTS, parameters(), None)
-    processor = llm.llm_engine.output_processor
-    assert not llm.llm_engine.has_unfinished_requests() and not processor.external_req_ids
-    assert len(llm.generate({"prompt_token_ids": [3, 4]}, parameters()[0], use_tqdm=False)) == 1
-
-
-def test_only_the_sampled_tokens_log_probability_is_taken(llm: Any) -> None:
-    alone = sampling.generate(llm, PROMPTS, parameters(), None)
-    assert sampling.generate(llm, PROMPTS, parameters(logprobs=3), None) == alone
-
-
 def test_a_token_without_a_log_probability_is_an_error(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core = llm.llm_engine.engine_core
     get_output = core.get_output

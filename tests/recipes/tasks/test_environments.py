@@ -1,7 +1,6 @@
 """Test what a recipe's tools and environments become, and what is refused before anything loads."""
 
 import asyncio
-import copy
 import inspect
 import json
 import time
@@ -16,7 +15,6 @@ from qerl_recipes.files.run_state import changes, recorded
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import environments, prompts
-from qerl_recipes.tasks.time_limit import watched
 from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
 
@@ -69,10 +67,7 @@ REFUSED = [
     ("--environments acting.Moody", "environments: acting.Moody cannot be made (OSError: the game is closed)"),
     ("--environments acting.Waiting", "reset of acting.Waiting is no plain method, which TRL calls before each"),
     ("--environments acting.Untold", "Untold.look: Argument where is missing a type hint"),
-    (
-        "--environments acting.Strict",
-        "reset of Strict gets the columns prompt, answer, and takes answer; write",
-    ),
+    ("--environments acting.Strict", "reset of Strict gets the columns prompt, answer, and takes answer; write"),
     (f'{COUNTER} --environment_kwargs {{"begin":1}}', "cannot be made (TypeError: Counter.__init__() got an unexp"),
     ('--environments {"a":1}', "environments: a has 1; write {NAME: my_package.MyEnvironment}"),
     ("--environments {}", "environments names none; write"),
@@ -147,13 +142,6 @@ def test_plugins_offer_tools_and_environments_with_a_recipes_settings():
     interaction = environments.resolve(script, None, tools, {"mine": lambda settings: acting.Counter}, problems)
     assert not problems and given == [script]
     assert interaction.tools == [acting.multiply, acting.guess] and interaction.rewards() == ["Counter"]
-
-
-def test_an_environment_is_made_once_to_look_at(checked, monkeypatch):
-    made = []
-    monkeypatch.setattr(acting.Counter, "__init__", lambda self: made.append(self))
-    factory = checked(*COUNTER.split()).interaction.arguments()["environment_factory"]
-    assert len(made) == 1 and factory() is made[0] and factory() is not made[0]
 
 
 def test_several_environments_are_a_mapping(checked, routed):
@@ -373,11 +361,7 @@ def test_ranks_meet_the_environments_of_one_process():
         ("Jammed", "reset", r"reset failed \(OSError: the door is stuck\); catch in it what may happen in a run"),
         ("Broken", "get_reward", r"get_reward failed \(KeyError: 'side'\)"),
         ("Judged", "get_reward", r"get_reward failed \(SystemExit: no judge\)"),
-        (
-            "Stuck",
-            "reset",
-            r"reset took longer than 0\.2 s \(max_tool_seconds\) and was stopped; raise",
-        ),
+        ("Stuck", "reset", r"reset took longer than 0\.2 s \(max_tool_seconds\) and was stopped; raise"),
         ("Stuck", "get_reward", r"get_reward took longer than 0\.2 s .*, or set environment_python, with which"),
         ("SlowJudge", "get_reward", r"get_reward took longer than 0\.2 s"),
     ],
@@ -391,12 +375,3 @@ def test_a_failure_of_reset_or_reward_names_the_environment(kind, method, messag
         if inspect.iscoroutinefunction(getattr(one, method)):
             asyncio.run(result)
     assert time.monotonic() - began < 30
-
-
-def test_methods_that_are_watched_are_those_of_the_class(checked):
-    one = checked(*COUNTER.split()).interaction.arguments()["environment_factory"]()
-    assert type(one) is acting.Counter and one.reset(seed=3) == "0="
-    other = copy.deepcopy(one)
-    assert other.reset(seed=5) and (one.seed, other.seed) == (3, 5)
-    slotted = watched(acting.Slotted(), "acting.Slotted", None)
-    assert slotted.reset() == "1" and slotted.get_reward() == 1.0

@@ -261,10 +261,6 @@ def test_every_reward_takes_what_trl_passes_and_answers_once_a_completion(built_
             assert len(values) == 2 and all(value is None or isinstance(value, float) for value in values), name
 
 
-def test_metrics_carry_the_name_of_the_recipe(built_in):
-    assert {name: score.__name__ for name, score in built_in.items()} == {name: name for name in FACTORIES}
-
-
 @pytest.mark.parametrize(
     ("name", "columns"),
     [("accuracy", {"solution"}), ("format", set()), ("running_sum_correct", {"answer"}), ("cosine", {"solution"}),

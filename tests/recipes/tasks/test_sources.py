@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
@@ -225,24 +225,12 @@ def test_a_configuration_without_effect_on_a_file_is_named(tmp_path: Path) -> No
         answers_in(csv(tmp_path / "mine.csv", WRITTEN), dataset_config="level_3")
 
 
-def test_csv_files_of_a_folder_have_texts_too(tmp_path: Path) -> None:
-    csv(tmp_path / "train.csv", WRITTEN)
-    csv(tmp_path / "test.csv", ["010", "020"], prompt="q")
-    assert answers_in(tmp_path) == [MEANT, ["010", "020"]]
-
-
 def test_a_csv_column_of_numbers_stays_one_of_texts(tmp_path: Path) -> None:
     """Check that answers stay text; pandas would make them numbers, and floats if one is missing."""
     expected = ["007", None, "8"]
     assert answers_in(csv(tmp_path / "mine.csv", ["007", "", "8"])) == [expected]
     csv(tmp_path / "folder" / "train.csv", ["007", "", "8"])
     assert answers_in(tmp_path / "folder") == [expected]
-
-
-def test_an_earlier_reading_is_not_taken_from_the_cache(tmp_path: Path) -> None:
-    csv(tmp_path / "train.csv", ["007", "8"])
-    assert load_dataset(str(tmp_path))["train"]["answer"][:] == [7, 8]
-    assert answers_in(tmp_path) == [["007", "8"]]
 
 
 def test_the_readme_of_a_folder_defines_its_columns(tmp_path: Path) -> None:
@@ -270,14 +258,6 @@ def test_csv_files_of_different_columns_are_refused(tmp_path: Path) -> None:
         answers_in(tmp_path)
     (tmp_path / "test.csv").write_text("answer,prompt\n02,q\n")  # the order of columns is free
     assert answers_in(tmp_path) == [["1"], ["02"]]
-
-
-def test_numbers_of_other_files_stay_numbers(tmp_path: Path) -> None:
-    """Check JSONL and Parquet files, which say themselves what is a number."""
-    rows = Dataset.from_list([{"prompt": "p", "answer": 7}])
-    rows.to_parquet(str(tmp_path / "a" / "train.parquet"))
-    rows.to_json(str(tmp_path / "b" / "train.jsonl"))
-    assert answers_in(tmp_path / "a") == answers_in(tmp_path / "b") == [[7]]
 
 
 def test_a_card_names_the_data_sets_of_the_hub_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
