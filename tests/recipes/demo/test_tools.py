@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qerl_recipes import cli
+from qerl_recipes.tasks import running_sum
 from qerl_recipes.train import run
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -50,7 +51,7 @@ def test_the_starting_model_calls_its_tool_and_the_printed_command_plays_held_ou
     monkeypatch.setenv("COLUMNS", "300")
     data = []
     if name == "calculator":
-        rows = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i}) + "\n" for i in range(10, 74)]
+        rows = [json.dumps({**row, "level": i}) + "\n" for i, row in enumerate(running_sum.training_set(64, 0))]
         for split in ("train", "test"):
             (tmp_path / f"{split}.jsonl").write_text("".join(rows))
         data = ["--dataset_name", str(tmp_path), "--dataset_size", "64"]
@@ -69,7 +70,7 @@ def test_the_starting_model_calls_its_tool_and_the_printed_command_plays_held_ou
     assert starts[0] == starts[1]
     held_out = tmp_path / "held_out.jsonl"
     levels = [json.loads(line)["level"] for line in held_out.read_text().splitlines()] if held_out.is_file() else None
-    assert levels == ([*range(10, 74)] if name == "calculator" else None)
+    assert levels == ([*range(64)] if name == "calculator" else None)
 
 
 @pytest.mark.integration

@@ -3,10 +3,7 @@ starts.
 """
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,23 +271,6 @@ def test_all_evaluations_are_refused_before_the_first_begins(
     assert not (tmp_path / "o").exists()
 
 
-def test_an_evaluation_loads_what_it_needs_and_once(
-    make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that TRL, which alone takes half a second, is not imported where nothing has turns."""
-    from qerl_recipes.evaluate import tasks
-
-    monkeypatch.setattr(evaluate, "start", started)
-    monkeypatch.setitem(sys.modules, "qerl_recipes.evaluate.episodes", None)  # an import of it would fail
-    loaded, load = [], tasks._definition
-    monkeypatch.setattr(tasks, "_definition", lambda name: loaded.append(name) or load(name))
-    base = {"base": str(make_nvfp4("qwen2")), "tasks": ["running_sum"], "max_samples": 2}
-    both = [Evaluation(**base, output_dir=tmp_path / name) for name in "ab"]
-    with pytest.raises(AssertionError, match="the engine was started"):
-        evaluate.evaluate_each(both)
-    assert loaded == ["running_sum"]
-
-
 @pytest.mark.parametrize(
     ("config", "name", "value", "message"),
     [
@@ -323,42 +303,6 @@ def test_an_adapter_of_another_base_or_format_is_refused(
     refused(r"quantization=bf16 \(what .*/a was trained on\) starts from the BF16 checkpoint", adapter=str(bf16))
     with pytest.raises(AssertionError, match="the engine was started"):
         refused("", adapter=str(bf16), quantization="qerl_nvfp4")
-
-
-@pytest.mark.parametrize(
-    ("base", "task"),
-    [pytest.param("/nowhere", "running_sum", marks=pytest.mark.slow), (None, "gsm9k")],
-    ids=["base", "task"],
-)
-def test_a_mistyped_name_is_refused_before_vllm_is_imported(
-    base: str | None, task: str, make_nvfp4: Make, tmp_path: Path
-) -> None:
-    arguments = ["qerl", "evaluate", base or str(make_nvfp4("qwen2")), "--tasks", task, "--output-dir", str(tmp_path)]
-    program = (
-        f"import sys; sys.argv = {arguments!r}\n"
-        "from qerl_recipes import cli\n"
-        "try: cli.main()\n"
-        "finally: print({'vllm', 'lighteval'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (2, "set()"), done.stderr
-
-
-@pytest.mark.parametrize("own", [None, "1"])
-def test_the_engine_has_no_process_of_its_own_unless_asked_for(
-    own: str | None, make_nvfp4: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import vllm
-
-    seen: list[str | None] = []
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    monkeypatch.setattr(vllm, "LLM", lambda **options: seen.append(os.environ.get(name)))
-    monkeypatch.delenv(name)
-    if own is not None:
-        monkeypatch.setenv(name, own)
-    evaluate.start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, "bfloat16", 64))
-    assert seen == [own or "0"]
-    monkeypatch.setenv(name, "0")  # the value for the other tests
 
 
 def test_nf4_is_refused_without_a_gpu(make_bf16: Make) -> None:

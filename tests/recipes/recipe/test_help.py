@@ -39,13 +39,20 @@ def test_help_shows_the_defaults_of_a_recipe(tmp_path, capsys):
 
 
 @pytest.mark.integration
-def test_preflight_and_help_import_no_vllm():
+def test_preflight_help_and_a_mistyped_name_import_no_vllm(make_nvfp4, tmp_path):
+    options = ["--output-dir", str(tmp_path), "--tasks"]
+    base = str(make_nvfp4("qwen2"))
+    mistyped = [["evaluate", "/nowhere", *options, "running_sum"], ["evaluate", base, *options, "gsm9k"]]
     code = (
-        "import sys; sys.argv = ['qerl', 'train', '--help']\n"
+        "import sys\n"
         "import qerl_recipes.train.preflight\n"
         "from qerl_recipes import cli\n"
-        "try: cli.main()\n"
-        "finally: print('vllm' in sys.modules)"
+        f"for words in {[['train', '--help'], *mistyped]!r}:\n"
+        "    sys.argv = ['qerl', *words]\n"
+        "    try: cli.main()\n"
+        "    except SystemExit as ended: print('ended with', ended.code)\n"
+        "    print({'vllm', 'lighteval'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("ended", "set", "{'"))]
+    assert lines == [f"ended with {code}" if i == 0 else "set()" for code in (0, 2, 2) for i in (0, 1)], done.stderr

@@ -45,7 +45,7 @@ DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables vLLM's own /pause and /re
 CHECKPOINT = "checkpoint-2/adapter_model.safetensors"
 RUN = {
     "max_steps": 3,
-    "max_completion_length": 16,
+    "max_completion_length": 10,
     "save_strategy": "steps",
     "save_steps": 1,
     "noise_mode": "both",
@@ -223,6 +223,7 @@ def test_turns_against_a_server_have_the_bits_of_those_in_process(
 
 
 OVERLAP = {"overlap": 1, "dynamic_sampling": False, "max_steps": 4, "train_norms": False, "eval_strategy": "no"}
+OVERLAP |= {"max_completion_length": 16}
 
 
 def overlapped(trainer, lines):
@@ -283,7 +284,7 @@ def test_a_server_killed_under_a_rollout_in_flight_changes_nothing(against, runn
 
 
 def test_a_rollout_keeps_to_the_recipes_length_and_counts_all_of_it(against, monkeypatch):
-    rollouts = against(vllm_max_model_length=32).vllm_generation
+    rollouts = against(vllm_max_model_length=32, max_completion_length=16).vllm_generation
     rollouts.begin(0, None)
     prompts, began = [[5] * 24] * 8, time.perf_counter()
     first = rollouts.generate(prompts=prompts, images=None, num_generations=4)[1]
