@@ -16,9 +16,9 @@ from qerl_recipes.train import (
 )
 
 
-def launch(recipe, *flags):
+def launch(recipe, *flags, processes=("--standalone", "--nproc_per_node", "2")):
     """Return the command that runs `qerl train` in two processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *processes]
     return [*launcher, "-m", "qerl_recipes.cli", "train", "--config", recipe, *flags]
 
 
@@ -56,6 +56,48 @@ def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_proc
     run_process(launch(recipe, "--resume_from_checkpoint", "true"), tmp_path / "again", **path)
     assert {name: (run / "adapter" / name).read_bytes() for name in whole} == whole
     assert read_metrics(run) == records and records[1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+def test_promise_08_two_hosts_train_resume_and_save_as_one(
+    write_recipe, start_process, run_process, read_metrics, hold_port, tmp_path
+):
+    """Check with two launchers that each start one process, as on two hosts with a common folder."""
+    recipe = write_recipe(
+        reward_funcs=["digit_rewards.digits"],
+        noise_mode="both",
+        sigma_start=0.1,
+        num_stages=1,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        save_strategy="steps",
+        save_steps=1,
+        log_completions=True,
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
+
+    def on_two_hosts(*flags):
+        rendezvous = ("--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1")
+        rendezvous += ("--master_port", str(hold_port()), "--node_rank")
+        first, second = (launch(recipe, *flags, processes=(*rendezvous, rank)) for rank in "01")
+        other = start_process(second, tmp_path / "second.log", **path)
+        run_process(first, tmp_path / "first.log", **path)
+        assert other.wait(PATIENCE) == 0, (tmp_path / "second.log").read_text()[-6000:]
+
+    one, two = tmp_path / "one", tmp_path / "run"
+    run_process(launch(recipe, "--output_dir", str(one)), tmp_path / "log", **path)
+    on_two_hosts()
+    for name in ("adapter", "checkpoint-2"):
+        shutil.rmtree(two / name)
+    on_two_hosts("--resume_from_checkpoint", "true")
+    assert read_metrics(two) == read_metrics(one) and read_metrics(two)[1]["grad_norm"] > 0
+    names = [{str(file.relative_to(folder)) for file in folder.rglob("*")} for folder in (one, two)]
+    assert names[0] == names[1] and "checkpoint-2/rng_state_1.pth" in names[0]
+    saved = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (one, two)]
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.slow
