@@ -165,6 +165,31 @@ def building() -> Callable[[object], contextlib.AbstractContextManager[None]]:
     return as_vllm_left_them
 
 
+# what the tiny checkpoints of some families need beside the common sizes
+OWN_SIZES: dict[str, dict[str, object]] = {
+    "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 64},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 64},
+    "granite": {
+        "attention_multiplier": 0.17,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 1.5,
+    },
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_5_text": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+
+
 @pytest.fixture(scope="session")
 def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return make_bf16("qwen2", **config), which writes a random BF16 checkpoint of that architecture with a tokenizer.
@@ -198,19 +223,8 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
         if architecture in ("qwen2", "phi3", "granite", "olmo2", "smollm3"):
             del sizes["head_dim"]
             sizes["num_attention_heads"] = 2
-        if architecture == "qwen3_moe":
-            sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        if architecture == "qwen3_5_text":
-            sizes |= {
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "linear_num_key_heads": 1,
-                "linear_num_value_heads": 2,
-                "linear_key_head_dim": 128,
-                "linear_value_head_dim": 128,
-                "layer_types": ["linear_attention", "full_attention"],
-            }
-        config = transformers.AutoConfig.for_model(architecture, **{**sizes, **changes})
+        sizes |= OWN_SIZES.get(architecture, {}) | changes
+        config = transformers.AutoConfig.for_model(architecture, **sizes)
         torch.manual_seed(7)
         with as_vllm_left_them(config):
             model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)

@@ -19,21 +19,8 @@ from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.families import FAMILIES
 
 TOLERANCE = 1e-4
-GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
-GRANITE = {"attention_multiplier": 0.17, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 1.5}
-CASES: dict[str, dict[str, object]] = {
-    "qwen2": {},
-    "qwen3": {},
-    "llama": {},
-    "mistral": {"sliding_window": 8},
-    "gemma2": GEMMA,
-    "gemma3_text": GEMMA,
-    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
-    "glm4": {},
-    "granite": GRANITE,
-    "olmo2": {},
-    "smollm3": {"no_rope_layers": [1, 0]},
-}
+CASES = [family for family in FAMILIES if family not in ("qwen3_moe", "qwen3_5_text")]
+SIZES = {"mistral": {"sliding_window": 8}}
 NO_ADAPTER = {"glm4": "'model.layers.0.mlp.gate_up_proj', which is no linear layer of this model that can carry"}
 SEPARATE = {"glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]}  # the linears that can be adapted
 NO_NOISE = {"olmo2": r"targets \['input_layernorm'\] match none of this model's"}
@@ -47,7 +34,6 @@ PAGE = Path(__file__).parents[3] / "qerl_vllm_plugin" / "compatibility.md"
 
 
 def test_every_family_of_the_table_is_tested():
-    assert set(FAMILIES) == {"qwen3_moe", "qwen3_5_text", *CASES}
     rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("|")]
     head = next(row for row in rows if row[0] == "family")
     assert head[1:5] == ["packed", "quantized at load", "adapter", "noise"]
@@ -69,7 +55,7 @@ def norms_of(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference, make_adapter, measure, family):
-    folder = make_nvfp4(family, **CASES[family])
+    folder = make_nvfp4(family, **SIZES.get(family, {}))
     hf = reference(folder)
     # transformers runs first, because vLLM patches the classes of models that it runs by transformers' code
     want = measure.hf(hf)
@@ -81,7 +67,7 @@ def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference
     served = measure.engine(packed)
     assert measure.difference(served, want) < TOLERANCE
 
-    at_load = boot(make_bf16(family, **CASES[family]), dtype="float32", additional_config=RESIDENT)
+    at_load = boot(make_bf16(family, **SIZES.get(family, {})), dtype="float32", additional_config=RESIDENT)
     ours, theirs = (measure.model(llm).state_dict() for llm in (at_load, packed))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
