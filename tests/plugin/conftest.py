@@ -1,10 +1,12 @@
 """Provide packed checkpoints from a few independent lines of code, a Hugging Face reference, and engines."""
 
 import ctypes
+import functools
 import json
 import logging
 import math
 import shutil
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,6 +39,38 @@ SCHEME = {
     },
 }
 PROMPTS = [[5, 9, 17, 33, 60, 21, 8, 14, 2, 40, 41, 3], [11, 11, 30, 4, 55, 62, 7], [3, 50]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Let httpx read the machine's certificates once. It reads them for every client and call, for 65 ms each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture
+def client_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """client_of(server, token=TOKEN) returns an HTTP client of the routes of ``server``, which are in this process."""
+    import httpx
+    from fastapi import FastAPI
+    from policy_requests import TOKEN
+    from waiting import PATIENCE
+
+    from qerl_vllm_plugin.server import routes
+    from qerl_vllm_plugin.server.token import HEADER, read_token
+
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+
+    def make(server: Any, token: str = TOKEN) -> httpx.AsyncClient:
+        app = FastAPI()
+        app.state.qerl = server
+        routes.attach(app, read_token())
+        assert not [path for path in app.openapi()["paths"] if "qerl" in path]
+        options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "timeout": PATIENCE}
+        return httpx.AsyncClient(**options, headers={HEADER: token})
+
+    return make
 
 
 @pytest.fixture(scope="session")

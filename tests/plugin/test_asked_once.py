@@ -7,48 +7,36 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from fastapi import FastAPI
+from policy_requests import TOKEN
 
 from qerl_vllm_plugin.client import PolicyClient, PolicyRefusedError, body
-from qerl_vllm_plugin.server import routes
-from qerl_vllm_plugin.server.token import HEADER, read_token
 from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.shared_segment import Segments
 
-TOKEN = "an-admin-token-of-32-characters!"
 NOISE = '{"sigma": 0.1, "seed": 1, "rollout": 7'
 
 
 @pytest.fixture
-def send(monkeypatch):
+def send(client_of):
     """send(method, path, **request) returns the answer of routes without an engine. A route that asks the engine
     fails."""
-    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
-    app = FastAPI()
-    app.state.qerl = SimpleNamespace(limit=1 << 20, segments=Segments(Refused), set_noise=None)
-    routes.attach(app, read_token())
 
-    def ask(method, path, headers=None, **request):
+    def ask(method, path, token=TOKEN, **request):
         async def run():
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x/v1/qerl/") as client:
-                return await client.request(method, path, headers={HEADER: TOKEN, **(headers or {})}, **request)
+            server = SimpleNamespace(limit=1 << 20, segments=Segments(Refused), set_noise=None)
+            async with client_of(server, token) as client:
+                return await client.request(method, path, **request)
 
         return asyncio.run(run())
 
     return ask
 
 
-@pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1]])
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1], TOKEN + "!"])
 def test_every_route_needs_the_token(send, token):
-    for method, path in (
-        ("PUT", "policy"),
-        ("DELETE", "policy"),
-        ("PUT", "noise"),
-        ("DELETE", "noise"),
-        ("GET", "state"),
-    ):
-        answer = send(method, path, headers={HEADER: token})
+    calls = [("PUT", "policy"), ("DELETE", "policy"), ("PUT", "noise"), ("DELETE", "noise"), ("GET", "state")]
+    for method, path in calls:
+        answer = send(method, path, token)
         assert (answer.status_code, answer.json()["reason"]) == (401, "unauthorized")
 
 

@@ -8,25 +8,21 @@ import os
 import re
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import torch
 from engine_client import EngineClient, vllm_config
-from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.client import body
 from qerl_vllm_plugin.compat import engine_client
-from qerl_vllm_plugin.server import quiesce, routes
+from qerl_vllm_plugin.server import quiesce
 from qerl_vllm_plugin.server.changes import PolicyServer
-from qerl_vllm_plugin.server.token import HEADER, read_token
 from qerl_vllm_plugin.wire import shared_file
 from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.shared_segment import Segments
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
-TOKEN = "an-admin-token-of-32-characters!"
 CHANGE = ["pause keep", "empty", "qerl_set_noise", "resume"]
 
 
@@ -137,6 +133,8 @@ def test_last_outputs_are_waited_for_only_if_there_are_any(mode, under_way, api_
     with_server(engine, lambda server: change(server, mode), api_servers=api_servers)
     may_end = mode != "keep" and (bool(under_way) or api_servers > 1)
     assert (slept.count(0.0217), engine.asked) == (int(may_end), [f"pause {mode}", *CHANGE[1:]])
+    # only "keep" lets requests begin anew
+    assert [options["reset_running_requests"] for options in engine.emptied] == [mode == "keep"]
 
 
 def test_an_engine_that_somebody_else_has_paused_stays_so():
@@ -187,13 +185,6 @@ def test_requests_stopped_half_way_cannot_be_waited_for():
         with_server(engine, lambda server: change(server, "wait"))
     assert (refused.value.status, refused.value.reason) == (503, "still_running")
     assert engine.asked == []
-
-
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_only_keep_lets_requests_begin_anew(mode):
-    engine = Engine()
-    with_server(engine, lambda server: change(server, mode))
-    assert [options["reset_running_requests"] for options in engine.emptied] == [mode == "keep"]
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
@@ -278,24 +269,17 @@ async def in_pieces(content):
 
 
 @pytest.fixture
-def with_routes(monkeypatch, tmp_path):
+def with_routes(client_of, tmp_path):
     """with_routes(engine, use) returns what ``use(server, client)`` returns; the client calls the server's routes. The
     folder ``first`` can be installed, and its only tensor is ``x``."""
-    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
     (tmp_path / "first").mkdir()
     save_file({"x": torch.ones(4)}, tmp_path / "first" / "adapter_model.safetensors")
     (tmp_path / "first" / "adapter_config.json").write_text("{}")
 
     def run(engine, use):
-        app = FastAPI()
-        routes.attach(app, read_token())
-
         async def with_client(server):
-            app.state.qerl, server._folders, server.limit = server, tmp_path, 1 << 20
-            transport, headers = httpx.ASGITransport(app), {HEADER: TOKEN}
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://x/v1/qerl/", headers=headers, timeout=PATIENCE
-            ) as client:
+            server._folders, server.limit = tmp_path, 1 << 20
+            async with client_of(server) as client:
                 return await use(server, client)
 
         return with_server(engine, with_client)

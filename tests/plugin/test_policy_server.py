@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from engine_client import EngineClient, vllm_config
-from fastapi import FastAPI
+from policy_requests import TOKEN
 from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -19,14 +18,12 @@ from qerl_vllm_plugin.server import metrics, routes
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.engine import Engine
 from qerl_vllm_plugin.server.quiesce import is_there
-from qerl_vllm_plugin.server.token import HEADER, read_token
 from qerl_vllm_plugin.wire import body, shared_file, timing
 from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.gpu_memory import MEDIA_TYPE
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 BASE = Path(__file__).parents[1] / "fixtures/llmcompressor/qwen2-nvfp4"
-TOKEN = "an-admin-token-of-32-characters!"
 OPENED = {"carrier": "resident", "max_rank": 8, "max_bytes": 99, "gpus": ["a-gpu"], "version": 5}
 SERVED = {"version": 5, "hash": "five", "sigma": 0.1, "seed": 2, "rollout": 3, "targets": ["norm"]}
 
@@ -258,9 +255,8 @@ def test_a_rank_refuses_for_all_and_half_a_policy_is_lost(answers, status, reaso
 
 
 @pytest.fixture
-def ask(monkeypatch):
+def ask(client_of):
     """ask(state) returns the answer of GET /state, where the server's state returns ``state`` or raises it."""
-    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
 
     def get(given, token=TOKEN):
         async def state():
@@ -269,13 +265,8 @@ def ask(monkeypatch):
             return given
 
         async def run():
-            app = FastAPI()
-            app.state.qerl = SimpleNamespace(state=state)
-            routes.attach(app, read_token())
-            assert not [path for path in app.openapi()["paths"] if "qerl" in path]
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x/v1/qerl/") as client:
-                return await client.get("state", headers={HEADER: token})
+            async with client_of(SimpleNamespace(state=state), token) as client:
+                return await client.get("state")
 
         return asyncio.run(run())
 

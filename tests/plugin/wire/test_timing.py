@@ -4,23 +4,18 @@ import asyncio
 import threading
 import time
 
-import httpx
 import pytest
 from engine_client import EngineClient, vllm_config
-from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 from qerl_vllm_plugin.server import engine as server_engine
-from qerl_vllm_plugin.server import routes
 from qerl_vllm_plugin.server.changes import PolicyServer
-from qerl_vllm_plugin.server.token import HEADER, read_token
 from qerl_vllm_plugin.wire.timing import begun, in_time
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
-TOKEN = "an-admin-token-of-32-characters!"
 SILENCE = "the engine has not answered for 0.2 s, and whether it has changed nobody knows; restart it"
 
 
@@ -117,19 +112,14 @@ ASKED = ["is_paused", "pause_scheduler_async", "reset_prefix_cache", "qerl_set_n
 
 
 @pytest.fixture
-def serve(monkeypatch):
+def serve(client_of):
     """serve(engine, patience, use) returns what ``use(client)`` returns, with a client of this engine's server."""
-    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
 
     def run(engine, patience, use):
-        app = FastAPI()
-        routes.attach(app, read_token())
-        app.state.qerl = PolicyServer()
-
         async def serve():
-            await app.state.qerl.open(engine, vllm_config(), None, None, patience)
-            options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/"}
-            async with httpx.AsyncClient(**options, headers={HEADER: TOKEN}) as client:
+            server = PolicyServer()
+            await server.open(engine, vllm_config(), None, None, patience)
+            async with client_of(server) as client:
                 return await use(client)
 
         return asyncio.run(serve())
