@@ -1,5 +1,7 @@
 """Test a change of the policy: anything may fail before the commit, and the commit itself allocates nothing."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +25,7 @@ def served(policy, measure):
     return measure.engine(policy._llm, policy.request)
 
 
-@pytest.mark.parametrize("ranks", [(8, 2), (8, 1), (4, 3)])
+@pytest.mark.parametrize("ranks", [(8, 1), (4, 3)])
 def test_a_smaller_rank_leaves_nothing_of_a_larger_one(policy, hf, make_adapter, measure, ranks):
     larger, smaller = (make_adapter(hf, seed=rank, r=rank, target_modules=MODULES) for rank in ranks)
     policy.swap(*larger[:2])
@@ -41,7 +43,7 @@ def test_the_next_adapter_may_name_other_linears(policy, hf, make_adapter, measu
 class Recorder(TorchDispatchMode):
     """Record every operation that allocates memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.allocating: set[str] = set()
 
@@ -72,19 +74,17 @@ def test_a_commit_only_copies(policy, hf, make_adapter):
     assert "aten::cat" in control.allocating
 
 
-@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("2 GiB"), RuntimeError("no kernel"), OSError(28, "full")])
-def test_promise_04_a_failure_before_commit_changes_nothing(policy, hf, make_adapter, measure, monkeypatch, failure):
+def test_promise_04_a_failure_before_commit_changes_nothing(policy, hf, make_adapter, measure, monkeypatch):
     policy.swap(*make_adapter(hf, seed=1)[:2], norms=NORMS)
     policy.set_noise(0.05, seed=1, rollout=1)
     before, answers = policy.state(digest=True), served(policy, measure)
 
-    def fail(*_):
-        raise failure
-
-    with monkeypatch.context() as patched:
-        patched.setattr(worker_policy(policy).carrier, "stage", fail)
-        with pytest.raises(AdapterError, match=r"out of GPU memory|no kernel|full"):
-            policy.swap(*make_adapter(hf, seed=2)[:2])
+    another = make_adapter(hf, seed=2)[:2]
+    failures = {"out of GPU memory": torch.OutOfMemoryError("2 GiB"), "no kernel": RuntimeError("no kernel")}
+    for said, failure in {**failures, "full": OSError(28, "full")}.items():
+        with monkeypatch.context() as patched, pytest.raises(AdapterError, match=said):
+            patched.setattr(worker_policy(policy).carrier, "stage", Mock(side_effect=failure))
+            policy.swap(*another)
     assert policy.state(digest=True) == before
     assert torch.equal(served(policy, measure), answers)
 
@@ -171,13 +171,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_no_exception_leaves_a_worker(policy, case):
+def test_no_exception_leaves_a_worker(policy):
     before = policy.state(digest=True)
-    method, args = HOSTILE[case]
-    (answer,) = policy._llm.collective_rpc(method, args=args)
-    assert len(answer["error"]) > 10
-    assert policy.state(digest=True) == before
+    for case, (method, args) in HOSTILE.items():
+        (answer,) = policy._llm.collective_rpc(method, args=args)
+        assert len(answer["error"]) > 10, case
+        assert policy.state(digest=True) == before, case
 
 
 def test_a_cache_outside_the_engine_is_emptied_too(policy, monkeypatch):

@@ -16,11 +16,16 @@ from qerl_vllm_plugin.wire import timing
 EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
 
 
+@pytest.fixture(scope="module")
+def engine(boot, make_nvfp4, carriers):
+    return boot(make_nvfp4("qwen2"), **carriers["resident"])
+
+
 @pytest.fixture
-def policy(boot, make_nvfp4, carriers, monkeypatch):
+def policy(engine, monkeypatch):
     """Return a policy whose engine is treated as one of another process. ``asked`` records the calls in order, and
     ``emptied`` is the pending answer."""
-    policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]), timeout=PATIENCE)
+    policy = Policy(engine, timeout=PATIENCE)
     policy.swap(None)
     policy._sender.is_here, policy.asked, policy.emptied = False, [], Future()
 

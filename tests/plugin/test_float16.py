@@ -40,14 +40,18 @@ def test_a_model_beyond_float16_does_not_start(folder, edited, boot):
     boot(folder, dtype="bfloat16")  # the way out that the refusal names
 
 
-def test_a_small_adapter_that_leads_beyond_float16_is_refused(make_nvfp4, reference, boot, measure, make_adapter):
+@pytest.fixture(scope="module")
+def half(boot, make_nvfp4):
+    return boot(make_nvfp4("qwen2"), dtype="float16", additional_config={"qerl": {"policy_adapter": {"rank": 8}}})
+
+
+def test_a_small_adapter_that_leads_beyond_float16_is_refused(half, make_nvfp4, reference, measure, make_adapter):
     from qerl_vllm_plugin.adapter.check import AdapterError
     from qerl_vllm_plugin.policy import Policy
     from qerl_vllm_plugin.worker.policy import policy_of
 
-    folder = make_nvfp4("qwen2")
-    policy = Policy(boot(folder, dtype="float16", additional_config={"qerl": {"policy_adapter": {"rank": 8}}}))
-    tensors, config, _ = make_adapter(reference(folder), size=0.5, target_modules=["up_proj", "down_proj"])
+    policy = Policy(half)
+    tensors, config, _ = make_adapter(reference(make_nvfp4("qwen2")), size=0.5, target_modules=["up_proj", "down_proj"])
     policy.swap(tensors, config)
     assert policy.parts["try"] > 0, "the time of the trial is told apart"
     before, answers = policy.state(digest=True), measure.engine(policy._llm)
@@ -71,25 +75,18 @@ def test_an_adapter_too_large_to_compute_with_is_no_start(make_nvfp4, reference,
         boot(folder, additional_config={"qerl": {"policy_adapter": {"rank": 8, "path": str(tmp_path)}}})
 
 
-def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
-    llm = boot(make_nvfp4("qwen2"), dtype="float16")
-    model = measure.model(llm)
-    assert not any(module._forward_hooks for module in model.modules()) and "eval" not in vars(model)
-    first = measure.engine(llm)
-    assert torch.equal(first, measure.engine(llm)) and bool(torch.isfinite(first).all())
-
-
-def test_the_check_computes_every_linear_again(make_nvfp4, boot, measure, monkeypatch):
+def test_the_check_computes_every_linear_again_and_leaves_the_model_as_it_was(half, measure, monkeypatch):
     """Check that a rank computes again without an overflow of its own, since another rank may have one."""
     from qerl_vllm_plugin.weights.overflow import check_engine
 
-    llm = boot(make_nvfp4("qwen2"), dtype="float16")
-    model, computed = measure.model(llm), []
+    model, computed, first = measure.model(half), [], measure.engine(half)
+    assert not any(module._forward_hooks for module in model.modules()) and "eval" not in vars(model)
     linear = model.model.layers[0].mlp.down_proj
     forward = type(linear).forward
     monkeypatch.setattr(type(linear), "forward", lambda self, x: computed.append(self) or forward(self, x))
-    check_engine(model, llm.llm_engine.vllm_config)
+    check_engine(model, half.llm_engine.vllm_config)
     assert computed.count(linear) == 2
+    assert torch.equal(first, measure.engine(half)) and bool(torch.isfinite(first).all())
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs smollm3 by transformers' own classes

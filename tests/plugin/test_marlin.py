@@ -1,9 +1,6 @@
 """Test Marlin's layout on a CPU. vLLM's own code prepares it, and a closed form replaces its one CUDA operator."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +20,17 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def repack_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def repack_on_a_cpu(monkeypatch):
     """Replace vLLM's operator, which takes and returns 32-bit words of the transposed weight."""
 
-    def repacked(b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, **_: Any) -> torch.Tensor:
+    def repacked(b_q_weight, size_k, size_n, num_bits, **_):
         assert (num_bits, b_q_weight.shape) == (4, (size_k // 8, size_n))
         return repack(b_q_weight.T.contiguous().view(torch.uint8))
 
     monkeypatch.setattr(marlin_utils_fp4.ops, "gptq_marlin_repack", repacked)
 
 
-def by_vllm(scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+def by_vllm(scales, dtype):
     """Return what vLLM stores for ``scales: (N, K/16)``, as bytes, and the exponent of its factor."""
     N, groups = scales.shape
     permuted = marlin_utils.marlin_permute_scales(scales.T.contiguous().to(dtype), 16 * groups, N, 16)
@@ -42,7 +39,7 @@ def by_vllm(scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_scale_is_stored_as_vllm_stores_it(dtype: torch.dtype) -> None:
+def test_every_scale_is_stored_as_vllm_stores_it(dtype):
     for largest in range(1, 127):
         scales = torch.zeros(64, 2, dtype=torch.uint8)
         scales.view(-1)[: largest + 1] = torch.arange(largest + 1, dtype=torch.uint8)
@@ -58,7 +55,7 @@ def test_every_scale_is_stored_as_vllm_stores_it(dtype: torch.dtype) -> None:
 
 
 @given(st.integers(1, 3), st.integers(2, 6), st.integers(8, 126), st.integers(0, 2**31))
-def test_vllm_puts_every_scale_where_the_closed_form_does(blocks: int, groups: int, largest: int, seed: int) -> None:
+def test_vllm_puts_every_scale_where_the_closed_form_does(blocks, groups, largest, seed):
     generator = torch.Generator().manual_seed(seed)
     scales = torch.randint(0, largest + 1, (64 * blocks, groups), dtype=torch.uint8, generator=generator)
     for dtype in DTYPES:
@@ -66,9 +63,7 @@ def test_vllm_puts_every_scale_where_the_closed_form_does(blocks: int, groups: i
         assert torch.equal(store_scales(scales.view(torch.float8_e4m3fn), exponent), stored)
 
 
-def bare_layer(
-    widths: list[int], K: int, divisors: list[float], dtype: torch.dtype = torch.bfloat16
-) -> torch.nn.Module:
+def bare_layer(widths, K, divisors, dtype=torch.bfloat16):
     """Return a layer in its state after loading. Its block scales lie between 2 and 400."""
     N, layer = sum(widths), torch.nn.Module()
     generator = torch.Generator().manual_seed(N + K)
@@ -86,7 +81,7 @@ def bare_layer(
     return layer
 
 
-def spans(tensor: torch.Tensor) -> tuple[int, int]:
+def spans(tensor):
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
@@ -101,9 +96,7 @@ def spans(tensor: torch.Tensor) -> tuple[int, int]:
         ([96, 32], 128, [50.0, 400.0]),  # one Marlin weight for each part, each padded
     ],
 )
-def test_a_part_of_marlins_tensors_has_the_checkpoints_bits(
-    widths: list[int], K: int, divisors: list[float], dtype: torch.dtype
-) -> None:
+def test_a_part_of_marlins_tensors_has_the_checkpoints_bits(widths, K, divisors, dtype):
     layer = bare_layer(widths, K, divisors, dtype)
     codes, scales, bias = (t.data.clone() for t in (layer.weight_packed, layer.weight_scale, layer.bias))
     assert isinstance(layouts.Marlin().prepare(layer), layouts.Marlin)
@@ -122,7 +115,7 @@ def test_a_part_of_marlins_tensors_has_the_checkpoints_bits(
         first += rows
 
 
-def test_parts_with_their_own_scales_add_their_own_bias() -> None:
+def test_parts_with_their_own_scales_add_their_own_bias():
     layer = bare_layer([64, 32, 64], 128, [50.0, 60.0, 70.0])
     bias = layer.bias.data.clone()
     layouts.Marlin().prepare(layer)
@@ -132,20 +125,20 @@ def test_parts_with_their_own_scales_add_their_own_bias() -> None:
 
 
 @pytest.mark.parametrize("row", [5, 100])
-def test_a_scale_that_marlin_lacks_keeps_the_layer_canonical(row: int) -> None:
+def test_a_scale_that_marlin_lacks_keeps_the_layer_canonical(row):
     layer = bare_layer([64, 64], 128, [50.0, 60.0])
     layer.weight_scale.data[row, 3] = 2.0**-9
     assert isinstance(layouts.Marlin().prepare(layer), layouts.Canonical) and not hasattr(layer, "marlin_parts")
 
 
-def test_rows_that_tiles_cannot_hold_run_on_marlin() -> None:
+def test_rows_that_tiles_cannot_hold_run_on_marlin():
     assert isinstance(layouts.Tiled().prepare(bare_layer([72], 128, [50.0])), layouts.Marlin)
     with pytest.raises(ValueError, match=r"a\.layer has 72 rows on this rank; .* needs a multiple of 16"):
         layouts.Tiled(fixed_order=True).prepare(bare_layer([72], 128, [50.0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_marlins_tensor_scale_differs_by_a_power_of_two(dtype: torch.dtype) -> None:
+def test_marlins_tensor_scale_differs_by_a_power_of_two(dtype):
     layer = bare_layer([64], 128, [50.0], dtype)
     layer.weight_scale.data = (layer.weight_scale.float() / 16).to(torch.float8_e4m3fn)
     layouts.Marlin().prepare(layer)
@@ -156,17 +149,17 @@ def test_marlins_tensor_scale_differs_by_a_power_of_two(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize(("widths", "part", "first"), [([32, 96], 0, 0), ([32, 96], 1, 32), ([64, 80, 48], 1, 64)])
-def test_a_part_across_blocks_of_64_rows_is_refused(widths: list[int], part: int, first: int) -> None:
+def test_a_part_across_blocks_of_64_rows_is_refused(widths, part, first):
     layer = bare_layer(widths, 128, [50.0] * len(widths))
     layouts.Marlin().prepare(layer)
     reason = marlin_part(layer, part, first, widths[part])
     assert isinstance(reason, str) and f"its rows {first} to {first + widths[part]} of a fused layer" in reason
 
 
-def test_scales_that_vllm_stores_in_another_form_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_vllm_stores_in_another_form_are_not_read(monkeypatch):
     process = marlin_utils_fp4.nvfp4_marlin_process_scales
 
-    def reversed_columns(scales: torch.Tensor, **options: Any) -> tuple[torch.Tensor, float]:
+    def reversed_columns(scales, **options):
         stored, factor = process(scales, **options)
         return stored.view(torch.uint8).flip(1).view(stored.dtype), factor
 
@@ -177,9 +170,7 @@ def test_scales_that_vllm_stores_in_another_form_are_not_read(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("scale", [2.0**-9, -3.0], ids=["too small", "negative"])
-def test_promise_02_a_scale_that_marlin_lacks_is_named_once(
-    scale: float, monkeypatch: pytest.MonkeyPatch, warnings_of: Any
-) -> None:
+def test_promise_02_a_scale_that_marlin_lacks_is_named_once(scale, monkeypatch, warnings_of):
     """Negative scales do not get this far, since the check of the checkpoint refuses them. Marlin would flush them to
     zero."""
     later: list[str] = []
@@ -197,10 +188,8 @@ def test_promise_02_a_scale_that_marlin_lacks_is_named_once(
     assert len(warned) == len(later) == 1 and later[0].startswith("another.layer: Marlin would flush 5 block scales")
 
 
-def test_without_our_kernel_marlin_takes_every_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def prepare(*_: Any) -> None:
+def test_without_our_kernel_marlin_takes_every_layer(monkeypatch):
+    def prepare(*_):
         raise CompileError("none of 68 kernels can be used on this machine: does not load: CUDA error 209")
 
     said: list[str] = []
@@ -216,11 +205,11 @@ def test_without_our_kernel_marlin_takes_every_layer(
 
 
 @pytest.fixture
-def engine_on_marlin(boot: Callable[..., Any], measure: Any) -> Callable[[Path], Any]:
+def engine_on_marlin(boot, measure):
     """engine_on_marlin(folder) starts an engine whose layers are laid out as on a GPU. It can lend its weights but
     cannot generate."""
 
-    def start(folder: Path) -> Any:
+    def start(folder):
         engine = boot(folder)
         for module in measure.model(engine).modules():
             if hasattr(module, "qerl_prefix"):
@@ -231,9 +220,7 @@ def engine_on_marlin(boot: Callable[..., Any], measure: Any) -> Callable[[Path],
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one scale", "own scales"])
-def test_an_engine_on_marlin_lends_every_linear_in_place(
-    shared: bool, make_bf16: Any, write_packed: Any, engine_on_marlin: Any, measure: Any
-) -> None:
+def test_an_engine_on_marlin_lends_every_linear_in_place(shared, make_bf16, write_packed, engine_on_marlin, measure):
     folder = write_packed(make_bf16("qwen2", intermediate_size=128), shared=shared)
     engine = engine_on_marlin(folder)
     theirs = {spans(t) for t in (*measure.model(engine).parameters(), *measure.model(engine).buffers())}
@@ -250,7 +237,7 @@ def test_an_engine_on_marlin_lends_every_linear_in_place(
             assert spans(frozen.bias) in theirs and torch.equal(frozen.bias, stored[f"{name}.bias"]), name
 
 
-def test_an_engine_on_marlin_lends_what_it_can(make_nvfp4: Any, engine_on_marlin: Any, measure: Any) -> None:
+def test_an_engine_on_marlin_lends_what_it_can(make_nvfp4, engine_on_marlin, measure):
     engine = engine_on_marlin(make_nvfp4("qwen2"))
     lent = frozen_weights(engine)
     # gate and up have 96 rows

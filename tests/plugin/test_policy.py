@@ -24,9 +24,9 @@ def served(policy, measure):
     return measure.engine(policy._llm, policy.request)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("module", MODULES)
-def test_promise_04_each_module_alone_equals_peft(policy, hf, make_adapter, measure, module, layer):
+def test_promise_04_each_module_alone_equals_peft(policy, hf, make_adapter, measure, module):
+    layer = MODULES.index(module) % 2
     tensors, config, peft_model = make_adapter(hf, target_modules=[module], layers_to_transform=[layer])
     assert len(tensors) == 2
     base = measure.hf(hf)
@@ -79,18 +79,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_promise_04_a_refused_adapter_changes_nothing(policy, hf, make_adapter, measure, case):
+def test_promise_04_a_refused_adapter_changes_nothing(policy, hf, make_adapter, measure):
     policy.swap(*make_adapter(hf, seed=1)[:2], norms={"model.norm.weight": torch.linspace(0.5, 1.5, 64)})
     policy.set_noise(0.05, seed=1, rollout=1)
     before, answers, version = policy.state(digest=True), served(policy, measure), policy.version
-    tensors, config, _ = make_adapter(hf, seed=2)
-    norms: dict[str, torch.Tensor] = {}
-    REFUSED[case](tensors, config, norms)
-    with pytest.raises(AdapterError):
-        policy.swap(tensors, config, norms=norms)
-    assert policy.version == version
-    assert policy.state(digest=True) == before
+    good, plain, _ = make_adapter(hf, seed=2)
+    for case, spoil in REFUSED.items():
+        tensors, config, norms = {name: tensor.clone() for name, tensor in good.items()}, dict(plain), {}
+        spoil(tensors, config, norms)
+        with pytest.raises(AdapterError):
+            policy.swap(tensors, config, norms=norms)
+        assert policy.version == version and policy.state(digest=True) == before, case
     assert torch.equal(served(policy, measure), answers)
 
 
@@ -173,13 +172,8 @@ def test_folders_that_cannot_be_read_are_refused(policy, hf, make_adapter, tmp_p
     file, config = "adapter_model.safetensors", "adapter_config.json"
     damage = {
         "truncated": lambda f: (f / file).write_bytes((good / file).read_bytes()[:-40]),
-        "empty": lambda f: (f / file).write_bytes(b""),
-        "garbage": lambda f: (f / file).write_bytes(b"\xff" * 100),
-        "no_weights": lambda f: (f / file).unlink(),
         "no_config": lambda f: (f / config).unlink(),
-        "half_a_config": lambda f: (f / config).write_text((good / config).read_text()[:30]),
         "config_is_a_list": lambda f: (f / config).write_text("[1]"),
-        "config_is_binary": lambda f: (f / config).write_bytes(b"\xff\xfe\x00"),
     }
     for name, spoil in damage.items():
         bad = tmp_path / name
@@ -199,11 +193,6 @@ def test_stock_bf16_weights_carry_the_policy_too(boot, make_bf16, reference, mak
     assert measure.difference(served(policy, measure), measure.hf(peft_model)) < TOLERANCE
 
 
-def test_without_its_config_an_adapter_is_refused(policy, hf, make_adapter):
-    with pytest.raises(AdapterError, match="needs its config"):
-        policy.swap(make_adapter(hf)[0])
-
-
 def test_pefts_own_config_object_is_taken_like_its_dict(policy, hf, make_adapter, measure):
     import peft
 
@@ -212,6 +201,8 @@ def test_pefts_own_config_object_is_taken_like_its_dict(policy, hf, make_adapter
     assert measure.difference(served(policy, measure), measure.hf(peft_model)) < TOLERANCE
     with pytest.raises(AdapterError, match="config is list; give a dict or PEFT's LoraConfig"):
         policy.swap(make_adapter(hf)[0], ["q_proj"])
+    with pytest.raises(AdapterError, match="needs its config"):
+        policy.swap(make_adapter(hf)[0])
 
 
 def test_an_adapter_of_another_base_is_refused_by_its_hash(policy, hf, make_adapter, folder, tmp_path):

@@ -2,11 +2,10 @@
 does."""
 
 import asyncio
+import multiprocessing
 import os
 import random
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -105,9 +104,9 @@ class Client(EngineClient):
         return [{**state, **opened} if method in ("qerl_open", "qerl_state") else await self.core.change(method, args)]
 
 
-def with_servers(use, count=2, drafts=None):
+def with_servers(use, count=2):
     """Return or raise what ``use(core, *servers)`` does, on API servers of one engine."""
-    config = vllm_config(count, drafts=drafts)
+    config = vllm_config(count)
 
     async def run():
         core, servers = Core(), [PolicyServer() for _ in range(count)]
@@ -121,15 +120,6 @@ def with_servers(use, count=2, drafts=None):
             raise
 
     return asyncio.run(run())
-
-
-@pytest.mark.parametrize("method", [None, "ngram"])
-def test_the_state_says_how_tokens_are_drafted(method):
-    async def use(core, server):
-        return await server.state()
-
-    drafts = None if method is None else SimpleNamespace(method=method)
-    assert with_servers(use, 1, drafts)["speculative"] == method
 
 
 def noise(server, mode="keep", **keywords):
@@ -437,7 +427,7 @@ def test_a_version_served_meanwhile_is_told_as_before():
     assert all(re.search("is not newer", str(error)) for error in refused)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_many_changes_at_once_each_find_the_engine_at_rest(seed):
     """Mix changes in every mode from two servers with requests that come and end, and with vLLM's own pauses."""
     chance, made = random.Random(seed), []
@@ -476,21 +466,26 @@ def test_many_changes_at_once_each_find_the_engine_at_rest(seed):
 
 def test_one_process_at_a_time_holds_the_lock():
     ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # lock names are shared by the whole machine
-    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import lock\n"
-    program += "async def hold():\n    async with lock(sys.argv[1]):\n        print('held', flush=True)\n"
-    program += "        time.sleep(600)\nasyncio.run(hold())"
-    holder = subprocess.Popen([sys.executable, "-c", program, ours], stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"held\n"
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+
+    async def hold():
+        async with lock(ours):
+            held.set()
+            time.sleep(600)
 
     async def wait(name, seconds):
         async with asyncio.timeout(seconds), lock(name):
             return time.monotonic()
 
+    holder = fork.Process(target=lambda: asyncio.run(hold()), daemon=True)
+    holder.start()
+    assert held.wait(PATIENCE)
     asyncio.run(wait(another, PATIENCE))
     with pytest.raises(TimeoutError):
         asyncio.run(wait(ours, 0.3))
     holder.kill()
-    holder.wait()
+    holder.join()
     asyncio.run(wait(ours, PATIENCE))
     asyncio.run(wait(ours, PATIENCE))
 

@@ -37,7 +37,7 @@ def packed(boot, folder):
     return boot(folder, additional_config=RESIDENT)
 
 
-def mean(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def mean(ours, theirs):
     return float((ours - theirs).abs().mean())
 
 
@@ -68,7 +68,7 @@ def test_the_gates_stay_in_bf16_as_in_public_checkpoints(packed, folder, make_bf
     assert frozen == {"in_proj_qkv", "in_proj_z", "out_proj", *ATTENTION, *MLP}
 
 
-@pytest.mark.parametrize("target", ["all-linear", *LINEAR_ATTENTION, *ATTENTION, *MLP])
+@pytest.mark.parametrize("target", ["all-linear", *LINEAR_ATTENTION])
 def test_an_adapter_on_each_linear_answers_as_peft(target, packed, hf, make_adapter, measure):
     policy = Policy(packed)
     policy.swap(None)

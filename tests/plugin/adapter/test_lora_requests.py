@@ -41,19 +41,19 @@ def engine(boot, make_nvfp4, lora_options, saved):
     return engine
 
 
-def config(folder: Path, **changes: object) -> None:
+def config(folder, **changes):
     (folder / CONFIG).write_text(json.dumps({**json.loads((folder / CONFIG).read_text()), **changes}))
 
 
-def norms(folder: Path) -> None:
+def norms(folder):
     save_file({"model.layers.0.input_layernorm.weight": torch.full((64,), 3.0)}, folder / NORMS)
 
 
-def of_another_base(folder: Path) -> None:
+def of_another_base(folder):
     (folder / STATE).write_text(json.dumps({"base": "/models/another", "base_hash": "0" * 64}))
 
 
-def of_a_deeper_model(folder: Path) -> None:
+def of_a_deeper_model(folder):
     tensors = load_file(folder / TENSORS)
     save_file({name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}, folder / TENSORS)
 

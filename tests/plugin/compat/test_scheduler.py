@@ -29,11 +29,11 @@ init_none_hash(HASH)  # only once, because vLLM 0.26 draws this hash at random
 
 
 @pytest.fixture(scope="module")
-def engine(boot, make_nvfp4) -> Any:
+def engine(boot, make_nvfp4):
     return boot(make_nvfp4("qwen2"), block_size=BLOCK, dtype="float32", max_model_len=256)
 
 
-def requests(caching: bool) -> list[Request]:
+def requests(caching):
     """Return requests of many lengths. Three share their first block and a half. One ends early, and some end on a
     block boundary."""
     found = []
@@ -46,14 +46,14 @@ def requests(caching: bool) -> list[Request]:
     return found
 
 
-def drive(kind: type[Scheduler], engine: Any, monkeypatch: Any, *, caching: bool, blocks: int) -> tuple[list[Any], int]:
+def drive(kind, engine, monkeypatch, *, caching, blocks):
     """Run a scheduler over all requests. Return what each step schedules, what the prefix cache holds at the end, and
     how often vLLM's manager was asked for slots. An asynchronous scheduler runs one step ahead of the sampled
     tokens."""
     asked: list[str] = []
     allocate = KVCacheManager.allocate_slots
 
-    def note(self: Any, request: Any, *more: Any, **keywords: Any) -> Any:
+    def note(self, request, *more, **keywords):
         asked.append(request.request_id)
         return allocate(self, request, *more, **keywords)
 
@@ -91,7 +91,7 @@ def drive(kind: type[Scheduler], engine: Any, monkeypatch: Any, *, caching: bool
     return [*seen, held], len(asked)
 
 
-def _answer(scheduler: Scheduler, output: Any) -> None:
+def _answer(scheduler, output):
     names = list(output.num_scheduled_tokens)
     tokens = []
     for name in names:
@@ -107,9 +107,7 @@ def _answer(scheduler: Scheduler, output: Any) -> None:
 @pytest.mark.parametrize("blocks", [64, 9])  # 64 blocks hold all requests, 9 hardly two of them
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("theirs", "ours"), [(Scheduler, QerlScheduler), (AsyncScheduler, QerlAsyncScheduler)])
-def test_the_same_is_scheduled_with_fewer_questions(
-    engine, monkeypatch, theirs, ours, caching: bool, blocks: int
-) -> None:
+def test_the_same_is_scheduled_with_fewer_questions(engine, monkeypatch, theirs, ours, caching, blocks):
     expected, often = drive(theirs, engine, monkeypatch, caching=caching, blocks=blocks)
     found, seldom = drive(ours, engine, monkeypatch, caching=caching, blocks=blocks)
     assert found == expected
@@ -118,12 +116,12 @@ def test_the_same_is_scheduled_with_fewer_questions(
     assert seldom < often / (5 if blocks == 64 else 2)  # a request that waits for blocks asks in every step
 
 
-def test_another_kind_of_attention_keeps_vllm_s_manager(engine) -> None:
+def test_another_kind_of_attention_keeps_vllm_s_manager(engine):
     manager = scheduler_here(engine).kv_cache_manager
     assert type(manager) is KVCacheManager and type(quick_where_there_is_room(manager)) is BlockRoom
     (full,) = manager.coordinator.single_type_managers
 
-    def of(kinds: list[Any]) -> Any:
+    def of(kinds):
         return SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=kinds))
 
     for other in (of([full, full]), of([]), of([object.__new__(type("Sliding", (type(full),), {}))])):
@@ -152,7 +150,7 @@ def test_another_kind_of_attention_keeps_vllm_s_manager(engine) -> None:
     ],
     ids=str,
 )
-def test_only_a_running_sequence_with_room_is_quick(changes, is_quick) -> None:
+def test_only_a_running_sequence_with_room_is_quick(changes, is_quick):
     """Give the request two blocks of 16, one of them cached, and 20 computed tokens."""
     given = {"new": 1, "computed": 20, "tokens": 21, "lookahead": 0, "more": {}, "caching": True} | changes
     asked: list[Any] = []
@@ -179,7 +177,7 @@ def test_only_a_running_sequence_with_room_is_quick(changes, is_quick) -> None:
     assert asked == ([] if is_quick else [as_asked])
 
 
-def test_blocks_are_cached_when_one_more_is_full() -> None:
+def test_blocks_are_cached_when_one_more_is_full():
     asked: list[Any] = []
     manager = SimpleNamespace(empty_kv_cache_blocks=(), cache_blocks=lambda request, tokens: asked.append(tokens))
     kind = SimpleNamespace(block_size=16, enable_caching=True, num_cached_block={"a": 1})

@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ ADAPTERS = [{"seed": 1}, {"seed": 2, "r": 8, "target_modules": "all-linear", "us
 
 
 @pytest.fixture(scope="module")
-def folder(make_bf16, write_packed) -> Path:
+def folder(make_bf16, write_packed):
     return write_packed(make_bf16("qwen2"))
 
 
@@ -37,7 +35,7 @@ def adapters(folder, reference, make_adapter):
 
 
 @pytest.fixture
-def push(engine, monkeypatch) -> Callable[..., list]:
+def push(engine, monkeypatch):
     """push(tensors, method=..., **kwargs) sends them as verl's trainer does, with verl's own sender."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 

@@ -21,13 +21,13 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """Copy a packed checkpoint in one file."""
     return shutil.copytree(FIXTURES / "qwen2-nvfp4", tmp_path / "nvfp4")
 
 
 @pytest.fixture
-def shards(tmp_path) -> Path:
+def shards(tmp_path):
     """Copy a BF16 checkpoint in ten shards."""
     return shutil.copytree(FIXTURES / "qwen2-bf16", tmp_path / "bf16")
 
@@ -57,7 +57,7 @@ def test_one_tensor_is_read_as_safetensors_reads_it(folder):
         assert torch.equal(read_tensor(headers[name]).view(torch.uint8), tensor.view(torch.uint8))
 
 
-def group_with(weights: dict | None = None, **changes) -> dict:
+def group_with(weights=None, **changes):
     group = NVFP4["config_groups"]["group_0"]
     group = group | {"weights": group["weights"] | (weights or {})} | changes
     return NVFP4 | {"config_groups": {"group_0": group}}
@@ -185,7 +185,7 @@ def test_a_name_goes_before_all_linears():
         scheme("Linear").kind(UP)
 
 
-def rewrite(name: str, change):
+def rewrite(name, change):
     """Return a function that damages a folder: it replaces the bytes of a file by ``change(bytes)``."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
@@ -193,7 +193,7 @@ def rewrite(name: str, change):
 def header(change):
     """Return a function that damages a folder: it changes the header of the tensor file in place."""
 
-    def changed(data: bytes) -> bytes:
+    def changed(data):
         length = int.from_bytes(data[:8], "little")
         entries = json.loads(data[8 : 8 + length])
         change(entries)
@@ -206,7 +206,7 @@ def header(change):
 def index(change):
     """Return a function that damages a folder: it changes the index's ``weight_map`` in place."""
 
-    def changed(data: bytes) -> bytes:
+    def changed(data):
         values = json.loads(data)
         change(values["weight_map"])
         return json.dumps(values).encode()
@@ -214,7 +214,7 @@ def index(change):
     return rewrite(INDEX, changed)
 
 
-def length(value: int):
+def length(value):
     return rewrite(MODEL, lambda data: value.to_bytes(8, "little") + data[8:])
 
 
@@ -243,14 +243,8 @@ DAMAGED_FILES = {
     "a config that is no JSON": (rewrite("config.json", lambda data: b"{"), r"config\.json: not valid JSON"),
 }
 DAMAGED_SHARDS = {
-    "missing": (
-        lambda folder: (folder / SECOND).unlink(),
-        r"model-00002-of-00010\.safetensors: this shard .* missing",
-    ),
-    "in another shard": (
-        index(lambda m: m.update({NORM: SECOND})),
-        r"model\.norm\.weight is not in model-00002",
-    ),
+    "missing": (lambda folder: (folder / SECOND).unlink(), r"model-00002-of-00010\.safetensors: this shard .* missing"),
+    "in another shard": (index(lambda m: m.update({NORM: SECOND})), r"model\.norm\.weight is not in model-00002"),
     "not in the index": (index(lambda m: m.pop(NORM)), r"tensor model\.norm\.weight of model-\S+ is not in the index"),
     "outside the folder": (index(lambda m: m.update({NORM: "../secret.safetensors"})), r"named in .* but missing"),
 }
@@ -334,28 +328,22 @@ def test_an_unknown_architecture_is_checked_where_it_is_packed(folder, edited):
         inspect_folder(edited(folder, lambda t: t.pop(f"{UP}.weight_scale"), model_type="another"))
 
 
-def packed() -> dict[str, torch.Tensor]:
+def packed():
     weight = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
     return {"codes": weight.codes, "block_scales": weight.block_scales, "divisor": weight.divisor.reshape(1)}
 
 
-def with_scale_byte(byte: int) -> torch.Tensor:
+def with_scale_byte(byte):
     scales = packed()["block_scales"].view(torch.uint8).clone()
     scales[7, 2] = byte
     return scales.view(torch.float8_e4m3fn)
 
 
 BAD_VALUES = {
-    "scale is NaN": (
-        {"block_scales": with_scale_byte(0x7F)},
-        r"weight_scale: 1 .*NaN or.* row 7, block 2.*0 to 448",
-    ),
+    "scale is NaN": ({"block_scales": with_scale_byte(0x7F)}, r"weight_scale: 1 .*NaN or.* row 7, block 2.*0 to 448"),
     "scale is negative NaN": ({"block_scales": with_scale_byte(0xFF)}, "NaN or negative, the first at row 7, block 2"),
     "scale is negative": ({"block_scales": with_scale_byte(0x81)}, "NaN or negative, the first at row 7, block 2"),
-    "scales are infinite": (
-        {"block_scales": torch.full((32, 4), float("inf"))},
-        r"torch\.float32.*not uint8",
-    ),
+    "scales are infinite": ({"block_scales": torch.full((32, 4), float("inf"))}, r"torch\.float32.*not uint8"),
     "divisor is zero": ({"divisor": torch.zeros(1)}, r"weight_global_scale: 0\.0 is not a usable tensor scale"),
     "divisor is infinite": ({"divisor": torch.tensor([float("inf")])}, "weight_global_scale: inf is not a usable"),
     "divisor is NaN": ({"divisor": torch.tensor([float("nan")])}, "weight_global_scale: nan is not a usable"),

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_vllm_plugin.weights.expected import cache_scales, check_quantized, expected_tensors, experts, fused_with
-from qerl_vllm_plugin.weights.formats import COMPRESSED, MODELOPT, Format, Nvfp4Scheme
+from qerl_vllm_plugin.weights.formats import COMPRESSED, MODELOPT, Nvfp4Scheme
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, TensorHeader
 
 LAYER = ["mlp.down_proj", "mlp.up_proj", "mlp.gate_proj", "attn.v_proj", "attn.q_proj", "attn.k_proj", "attn.o_proj"]
@@ -22,14 +22,14 @@ LAYER = ["mlp.down_proj", "mlp.up_proj", "mlp.gate_proj", "attn.v_proj", "attn.q
         ("mlp.down_proj", ["mlp.down_proj"]),
     ],
 )
-def test_siblings_come_in_the_order_in_which_vllm_stacks_them(name: str, group: list[str]) -> None:
+def test_siblings_come_in_the_order_in_which_vllm_stacks_them(name, group):
     assert fused_with(name, LAYER) == group
     assert fused_with(f"model.layers.1.{name}", [f"model.layers.1.{other}" for other in LAYER] + LAYER) == [
         f"model.layers.1.{other}" for other in group
     ]
 
 
-def test_a_layer_is_stacked_with_what_the_model_has() -> None:
+def test_a_layer_is_stacked_with_what_the_model_has():
     assert fused_with("attn.q_proj", ["attn.q_proj", "attn.kv_a_proj"]) == ["attn.q_proj"]
     assert fused_with("up_proj", ["up_proj", "gate_proj"]) == ["gate_proj", "up_proj"]
 
@@ -44,12 +44,12 @@ def test_a_layer_is_stacked_with_what_the_model_has() -> None:
         ({}, ""),
     ],
 )
-def test_a_mixture_has_more_than_one_expert(config: dict[str, int], said: str) -> None:
+def test_a_mixture_has_more_than_one_expert(config, said):
     assert experts(config) == said
 
 
 @pytest.mark.parametrize(("family", "head"), [("qwen3", 128), ("qwen3_moe", 16), ("llama", 16)])
-def test_a_missing_head_dim_means_what_transformers_means(family: str, head: int) -> None:
+def test_a_missing_head_dim_means_what_transformers_means(family, head):
     sizes = dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), 32)
     sizes |= {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     built = AutoConfig.for_model(family, **sizes, num_experts=2)
@@ -60,7 +60,7 @@ def test_a_missing_head_dim_means_what_transformers_means(family: str, head: int
     assert tensors[name].shape == tuple(model.get_parameter(name).shape) == (4 * head, 64)
 
 
-def refused(scheme: Nvfp4Scheme | None, **tensors: tuple[str, tuple[int, ...]]) -> str:
+def refused(scheme, **tensors):
     """Return the refusal of a checkpoint with these tensors, or "" if it is accepted. ``__`` in a name stands for a
     dot."""
     named = {name.replace("__", "."): what for name, what in tensors.items()}
@@ -77,7 +77,7 @@ SCALAR, ONE, ROWS, BF16_SCALAR = ("F32", ()), ("F32", (1,)), ("F32", (8, 1)), ("
 OURS, MODELOPTS = Nvfp4Scheme(), Nvfp4Scheme(format=MODELOPT)
 
 
-def test_a_packed_layer_has_the_tensors_of_its_format() -> None:
+def test_a_packed_layer_has_the_tensors_of_its_format():
     packed = {"a__weight_packed": CODES, "a__weight_scale": SCALES}
     assert not refused(OURS, **packed, a__weight_global_scale=ONE)
     assert "a.weight_global_scale is F32 [], but" in refused(OURS, **packed, a__weight_global_scale=SCALAR)
@@ -87,7 +87,7 @@ def test_a_packed_layer_has_the_tensors_of_its_format() -> None:
     assert "a.weight_scale_2 is F32 [8, 1], but" in refused(MODELOPTS, **theirs, a__weight_scale_2=ROWS)
 
 
-def test_activation_scales_need_a_scheme_and_may_be_absent() -> None:
+def test_activation_scales_need_a_scheme_and_may_be_absent():
     packed = {"a__weight_packed": CODES, "a__weight_scale": SCALES, "a__weight_global_scale": ONE}
     w4a4 = Nvfp4Scheme(activations="4-bit activations")
     assert not refused(w4a4, **packed) and not refused(w4a4, **packed, a__input_global_scale=ONE)
@@ -108,7 +108,7 @@ def test_activation_scales_need_a_scheme_and_may_be_absent() -> None:
         (MODELOPT, ROWS, False),
     ],
 )
-def test_scales_of_fp8_layers(names: Format, scale: tuple[str, tuple[int, ...]], is_right: bool) -> None:
+def test_scales_of_fp8_layers(names, scale, is_right):
     scheme = Nvfp4Scheme(fp8=("a",), format=names)
     said = refused(scheme, a__weight=FP8_CODES, a__weight_scale=scale)
     assert not said if is_right else "tensor a.weight_scale is" in said
@@ -116,7 +116,7 @@ def test_scales_of_fp8_layers(names: Format, scale: tuple[str, tuple[int, ...]],
     assert "a.weight_scale (F32 or BF16" in refused(scheme, a__weight=FP8_CODES)
 
 
-def test_an_fp8_cache_has_both_scales_and_is_declared() -> None:
+def test_an_fp8_cache_has_both_scales_and_is_declared():
     declared = Nvfp4Scheme(kv_cache=True)
     assert not refused(declared, attn__k_scale=ONE, attn__v_scale=SCALAR)
     assert not refused(declared, attn__k_proj__k_scale=BF16_SCALAR, attn__v_proj__v_scale=ONE)
@@ -134,7 +134,7 @@ def test_an_fp8_cache_has_both_scales_and_is_declared() -> None:
         assert "belongs to an FP8 KV cache, which config.json does not declare" in said and way_out in said
 
 
-def test_the_experts_of_a_large_mixture_are_checked_in_seconds() -> None:
+def test_the_experts_of_a_large_mixture_are_checked_in_seconds():
     """Check 18,432 linears, as many as Qwen3-30B-A3B has. A check with quadratic work took 25 s."""
     tensors = {}
     for expert in range(18_432):

@@ -90,16 +90,18 @@ def test_columns_of_no_whole_blocks_are_refused(K, is_refused, monkeypatch):
 
 
 def test_random_weights_are_legal_and_of_a_real_size():
-    N, K = 64, 512
-    layer = torch.nn.Module()
+    N, K, layer = 64, 18944, torch.nn.Module()
+    torch.set_default_dtype(torch.float16)  # as vLLM does while it builds a model
     for name, tensor in zip(COMPRESSED.packed_names, linear._empty(N, K, 2), strict=True):
         setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+    torch.set_default_dtype(torch.float32)
     linear._fill_dummy(layer)
-    codes = layer.weight_packed.data
+    codes, divisors = layer.weight_packed.data, layer.weight_global_scale.data
+    assert divisors.dtype == torch.float32 and divisors.max() > torch.finfo(torch.float16).max
     assert set((codes & 15).unique().tolist()) == set((codes >> 4).unique().tolist()) == set(range(16))
     scales = layer.weight_scale.data.float()
     assert 60 <= float(scales.min()) < 80 and 300 < float(scales.max()) <= 320
-    w = nvfp4.dequantize(codes, layer.weight_scale.data).double() / layer.weight_global_scale.data[0].double()
+    w = nvfp4.dequantize(codes, layer.weight_scale.data).double() / divisors[0].double()
     assert float(w.std()) == pytest.approx(K**-0.5, rel=0.25)
     again = codes.clone()
     linear._fill_dummy(layer)

@@ -25,7 +25,7 @@ IN_A_URL = "se%2Fcret%40%C3%BC:%3F"  # the first colon ends the user
         ("http://a:b@c@gpu1", "http://gpu1", ("a", "b@c")),
     ],
 )
-def test_a_url_is_parted_from_whom_it_names(url: str, plain: str, login: tuple[str, str] | None) -> None:
+def test_a_url_is_parted_from_whom_it_names(url, plain, login):
     assert parted(url) == (plain, login)
 
 
@@ -44,11 +44,11 @@ def test_a_url_is_parted_from_whom_it_names(url: str, plain: str, login: tuple[s
         (None, "None"),
     ],
 )
-def test_nothing_of_a_password_or_a_query_is_shown(url: str | None, text: str) -> None:
+def test_nothing_of_a_password_or_a_query_is_shown(url, text):
     assert shown(url) == text
 
 
-def test_every_url_of_a_text_is_hidden() -> None:
+def test_every_url_of_a_text_is_hidden():
     said = "qerl train --vllm_server_base_url=http://a:pass@gpu1:1 --to me@x.org 'https://b:pass@gpu2' http://gpu3/?a=1"
     assert hidden(said) == said.replace("a:pass", "***").replace("b:pass", "***")
 
@@ -57,11 +57,11 @@ URL, WANTED = f"http://user:{IN_A_URL}@127.0.0.1:8000", "Basic " + base64.b64enc
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def asked(monkeypatch):
     """Record the paths of requests to a server that wants a user and a password."""
     paths: list[str] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(request):
         paths.append(request.url.path)
         is_known = request.headers.get("Authorization") == WANTED
         return httpx.Response(200, json={"version": 3}) if is_known else httpx.Response(401, json={"error": "who?"})
@@ -72,7 +72,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def test_a_client_tells_the_server_who_asks_and_no_log(asked: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_tells_the_server_who_asks_and_no_log(asked, caplog):
     with caplog.at_level(logging.DEBUG, logger="httpx"):
         policy, later = PolicyClient(URL, "token"), AsyncPolicyClient(URL, "token")
         assert policy.state() == asyncio.run(later.state()) == {"version": 3}
@@ -80,12 +80,6 @@ def test_a_client_tells_the_server_who_asks_and_no_log(asked: list[str], caplog:
     assert "127.0.0.1" in caplog.text  # httpx logs each request
     for text in (caplog.text, repr(policy), repr(later)):
         assert "cret" not in text and "user" not in text
-
-
-def test_control_httpx_itself_logs_a_password(asked: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="httpx"), httpx.Client() as client:
-        client.get(URL)
-    assert "cret" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,7 @@ def test_control_httpx_itself_logs_a_password(asked: list[str], caplog: pytest.L
         "user:pass@gpu1",
     ],
 )
-def test_a_url_that_is_refused_is_shown_without_them(url: str) -> None:
+def test_a_url_that_is_refused_is_shown_without_them(url):
     with pytest.raises(ValueError, match=r"^url is .*http://127\.0\.0\.1:8000") as refused:
         PolicyClient(url, "token")
     assert "pass@" not in str(refused.value) and "=pass" not in str(refused.value)

@@ -33,7 +33,7 @@ TENSORS = {
 class FakeGpu:
     """Hold memory of this process under handles, and record what was copied out of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.memory: dict[bytes, torch.Tensor] = {}
         self.copied: list[cuda_ipc.Copy] = []
 

@@ -157,7 +157,7 @@ def test_memory_that_cannot_be_registered_is_warned_of_once(monkeypatch):
     assert len(tried) == 1 and len(said) == 1 and "slower: registering shared memory: CUDA error 801" in said[0]
 
 
-def resident_bytes(path: str) -> int:
+def resident_bytes(path):
     """Return how many bytes of the file under ``path`` are resident in this process."""
     name, found, is_it = os.readlink(path), 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import errno
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import random
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from waiting import PATIENCE
 
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.wire import shared_file, shared_segment
+from qerl_vllm_plugin.wire.safetensors_file import header_bytes
 from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments
 
+FORK = multiprocessing.get_context("fork")
 A = torch.arange(12.0).reshape(3, 4)
 TENSORS = {
     "plain": A,
@@ -105,22 +107,9 @@ def test_two_at_a_time_have_a_file_each_and_one_is_kept():
     os.close(of_a_worker)
 
 
-# Eight tasks send adapters of two sizes at once, as a server and an asynchronous client do. A segment is entered in a
-# thread and left in the event loop's thread. This runs in a process of its own, since access to freed memory would end
-# it (SIGBUS).
-STRESS = """
-import asyncio, contextlib, hashlib, os, random, sys, time
-import torch
-from qerl_vllm_plugin.wire.safetensors_file import header_bytes
-from qerl_vllm_plugin.wire.shared_segment import Segments
-
-torch.set_num_threads(1)
-truncate, end, swaps = os.ftruncate, time.monotonic() + float(sys.argv[1]), 0
-
-class Refused(Exception):
-    pass
-
 class Slow(Segments):
+    """Let other tasks run between two looks at the kept segment."""
+
     @property
     def _kept(self):
         kept = self.__dict__.get("kept")
@@ -131,52 +120,58 @@ class Slow(Segments):
     def _kept(self, kept):
         self.__dict__["kept"] = kept
 
-def slowly(*given):
-    truncate(*given)
-    time.sleep(0.01)  # others have the interpreter meanwhile, as they may have while the kernel frees pages
 
-os.ftruncate, segments, opened = slowly, Slow(Refused), len(os.listdir("/proc/self/fd"))
+def send_at_once(seconds, answer):
+    """Send tensors of two sizes from eight tasks at once, as a server and an asynchronous client do.
 
-def digest(path):
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).digest()
+    A segment is entered in a thread and left in the event loop's thread.
+    """
+    truncate, end, sent = os.ftruncate, time.monotonic() + seconds, []
+    segments, opened = Slow(AdapterError), len(os.listdir("/proc/self/fd"))
 
-async def send(number):
-    global swaps
-    chance = random.Random(number)
-    while time.monotonic() < end:
-        tensor = torch.full((chance.choice([50_000, 60_000]),), float(swaps * 8 + number))
-        content = header_bytes([("a", tensor.dtype, tensor.shape)]) + tensor.numpy().tobytes()
-        with contextlib.suppress(Refused), contextlib.ExitStack() as stack:
-            if number % 2:
-                path = await asyncio.to_thread(stack.enter_context, segments.filled({"a": tensor}))
-            else:
-                segment = await asyncio.to_thread(stack.enter_context, segments.of(len(content)))
-                for start in range(0, len(content), 65536):
-                    segment.write(content[start : start + 65536], start)
-                    await asyncio.sleep(0)
-                path = segment.path
-            expected = hashlib.sha256(content).digest()
-            for _ in range(chance.randrange(4)):
-                assert await asyncio.to_thread(digest, path) == expected
-            swaps += 1
-            if chance.random() < 0.1:
-                raise Refused
+    def slowly(*given):
+        truncate(*given)
+        time.sleep(0.01)  # others have the interpreter meanwhile, as they may have while the kernel frees pages
 
-async def main():
-    await asyncio.gather(*map(send, range(8)))
+    os.ftruncate = slowly
 
-asyncio.run(main())
-print(swaps, len(os.listdir("/proc/self/fd")) - opened)
-"""
+    async def send(number):
+        chance = random.Random(number)
+        while time.monotonic() < end:
+            tensor = torch.full((chance.choice([50_000, 60_000]),), float(len(sent) * 8 + number))
+            content = header_bytes([("a", tensor.dtype, tensor.shape)]) + tensor.numpy().tobytes()
+            with contextlib.suppress(AdapterError), contextlib.ExitStack() as stack:
+                if number % 2:
+                    path = await asyncio.to_thread(stack.enter_context, segments.filled({"a": tensor}))
+                else:
+                    segment = await asyncio.to_thread(stack.enter_context, segments.of(len(content)))
+                    for start in range(0, len(content), 65536):
+                        segment.write(content[start : start + 65536], start)
+                        await asyncio.sleep(0)
+                    path = segment.path
+                for _ in range(chance.randrange(4)):
+                    assert await asyncio.to_thread(Path(path).read_bytes) == content
+                sent.append(number)
+                if chance.random() < 0.1:
+                    raise AdapterError
+
+    async def all_of_them():
+        await asyncio.gather(*map(send, range(8)))
+
+    asyncio.run(all_of_them())
+    answer.send((len(sent), len(os.listdir("/proc/self/fd")) - opened))
 
 
-@pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_overlapping_senders_never_touch_memory_that_is_gone(seconds):
-    done = subprocess.run([sys.executable, "-c", STRESS, str(seconds)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"ended by {done.returncode}: {done.stderr[-2000:]}"
-    swaps, left = map(int, done.stdout.split())
-    assert swaps > 8 * seconds and left <= 1, "what is not kept is closed"
+    """Send in a process of its own, since access to freed memory would end it (SIGBUS)."""
+    answer, there = FORK.Pipe(duplex=False)
+    sender = FORK.Process(target=send_at_once, args=(seconds, there))
+    sender.start()
+    sender.join(PATIENCE)
+    assert sender.exitcode == 0, f"ended by {sender.exitcode}"
+    swaps, left = answer.recv()
+    assert swaps > 8 * seconds and left <= 2, "what is not kept is closed"
 
 
 def test_a_cancelled_task_leaves_its_segment_to_the_next(monkeypatch):
@@ -293,16 +288,21 @@ def test_what_cannot_be_held_is_refused_and_leaves_nothing(monkeypatch):
     assert len(os.listdir("/proc/self/fd")) <= opened, "fewer where garbage was collected meanwhile"
 
 
+def hold_a_segment(answer):
+    segments = Segments(ValueError)
+    with segments.filled({"a": torch.ones(9)}) as path:
+        answer.send((path, os.readlink(path)))
+    time.sleep(600)
+
+
 def test_a_segment_ends_with_its_sender_though_that_is_killed():
     """Another process can read the segment until then."""
-    line = (
-        "import os, torch, time; from qerl_vllm_plugin.wire.shared_segment import Segments; s = Segments(ValueError)\n"
-    )
-    line += "with s.filled({'a': torch.ones(9)}) as path: print(path, os.readlink(path), flush=True)\ntime.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", line], stdout=subprocess.PIPE, text=True) as sender:
-        assert sender.stdout is not None
-        path, _, link = sender.stdout.readline().removesuffix("\n").partition(" ")
-        assert load_file(path)["a"].equal(torch.ones(9))
-        assert link.startswith(f"{shared_file.SHARED_MEMORY}/") and holders(link) == {sender.pid}
-        sender.send_signal(signal.SIGKILL)
+    answer, there = FORK.Pipe(duplex=False)
+    sender = FORK.Process(target=hold_a_segment, args=(there,), daemon=True)
+    sender.start()
+    path, link = answer.recv()
+    assert load_file(path)["a"].equal(torch.ones(9))
+    assert link.startswith(f"{shared_file.SHARED_MEMORY}/") and holders(link) == {sender.pid}
+    sender.kill()
+    sender.join()
     assert holders(link) == set()

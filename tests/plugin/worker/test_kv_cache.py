@@ -24,11 +24,16 @@ def memory(engine, memory_of):
     return memory_of(engine)
 
 
+@pytest.fixture(scope="module")
+def adapter(hf, make_adapter):
+    return make_adapter(hf, target_modules="all-linear")[:2]
+
+
 @pytest.fixture
-def policy(engine, memory, hf, make_adapter):
+def policy(engine, memory, adapter):
     """Set an adapter and noise, so that there is something to lose. Resume the KV cache after the test."""
     policy = Policy(engine)
-    policy.swap(*make_adapter(hf, target_modules="all-linear")[:2])
+    policy.swap(*adapter)
     policy.set_noise(0.05, seed=1, rollout=2)
     yield policy
     if policy._is_released:
@@ -63,13 +68,13 @@ def test_after_a_cycle_the_answers_are_the_same_bits(policy, memory):
 def test_many_cycles_with_swaps_and_noise_between_them(policy, memory):
     policy._llm.reset_prefix_cache()
     before = ask(policy)
-    for rollout in range(5):
+    for rollout in range(2):
         policy.release_kv_cache()
         policy.resume_kv_cache()
         policy.set_noise(0.05, seed=1, rollout=rollout)
     policy.set_noise(0.05, seed=1, rollout=2)
     assert ask(policy) == before
-    assert memory.events == (["unmap"] * len(memory.caches()) + ["map"] * len(memory.caches())) * 5
+    assert memory.events == (["unmap"] * len(memory.caches()) + ["map"] * len(memory.caches())) * 2
 
 
 def test_a_released_engine_neither_changes_nor_answers(policy):
@@ -154,22 +159,19 @@ def guarded(policy):
     return {kind: (name, tensors[name]) for kind, name in kinds.items()}
 
 
-@pytest.mark.parametrize(
-    "kind", ["packed weight", "row scale", "embedding", "norm", "norm without noise", "adapter"], ids=str
-)
-def test_a_single_flipped_bit_is_found_and_named(policy, kind):
-    name, tensor = guarded(policy)[kind]
-    raw = tensor.data.view(torch.uint8).view(-1)
+def test_a_single_flipped_bit_is_found_and_named(policy):
     policy.release_kv_cache()
-    raw[len(raw) // 2] ^= 0x10
-    with pytest.raises(KVCacheError, match=rf"^{name} has changed while the KV cache was released.*last checkpoint"):
-        policy.resume_kv_cache()
-    with pytest.raises(KVCacheError, match=f"^{name} has changed"):
+    for name, tensor in guarded(policy).values():
+        raw = tensor.data.view(torch.uint8).view(-1)
+        raw[len(raw) // 2] ^= 0x10
+        with pytest.raises(KVCacheError, match=rf"^{name} has changed while the KV cache was released.*last checkpoin"):
+            policy.resume_kv_cache()
+        with pytest.raises(KVCacheError, match=f"^{name} has changed"):
+            policy.check_unchanged()
+        with pytest.raises(KVCacheError, match=RELEASED):  # the run cannot go on
+            policy.swap(None)
+        raw[len(raw) // 2] ^= 0x10
         policy.check_unchanged()
-    with pytest.raises(KVCacheError, match=RELEASED):  # the run cannot go on
-        policy.swap(None)
-    raw[len(raw) // 2] ^= 0x10
-    policy.check_unchanged()
     policy.resume_kv_cache()
     policy.check_unchanged()  # the engine runs, so there is nothing to compare
 
