@@ -3,6 +3,7 @@ installed.
 """
 
 import ast
+import functools
 import graphlib
 from collections import defaultdict
 from pathlib import Path
@@ -33,15 +34,20 @@ CIRCLES = {
 }
 
 
+@functools.cache
+def statements(package: str) -> dict[tuple[str, ...], list[ast.ImportFrom]]:
+    """Map each module, as the parts of its path, to all its ``from ... import`` statements, lazy ones included."""
+    files = {file.relative_to(ROOT / package).with_suffix("").parts: file for file in (ROOT / package).rglob("*.py")}
+    trees = {parts: ast.walk(ast.parse(file.read_text())) for parts, file in files.items()}
+    return {parts: [node for node in tree if isinstance(node, ast.ImportFrom)] for parts, tree in trees.items()}
+
+
 def imports(package: str) -> dict[str, set[str]]:
     """Map each room to the rooms whose modules it imports, lazily or not."""
     found: dict[str, set[str]] = defaultdict(set)
-    for file in (ROOT / package).rglob("*.py"):
-        room = file.relative_to(ROOT / package).with_suffix("").parts[0]
-        if room == "__init__":
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+    for (room, *_), nodes in statements(package).items():
+        for node in nodes if room != "__init__" else ():
+            if (node.module or "").split(".")[0] == package:
                 below = node.module.split(".")[1:]
                 others = below[:1] or [alias.name for alias in node.names if alias.name.islower()]
                 found[room].update(other for other in others if other != room)
@@ -64,11 +70,10 @@ def test_no_chain_of_imports_leads_back_to_the_room_it_starts_from(package: str)
 
 def modules(package: str) -> dict[str, set[str]]:
     """Map each module to the modules of the same room that it imports: lazily, for types only, or directly."""
-    files = [file for file in (ROOT / package).glob("*/**/*.py") if file.name != "__init__.py"]
-    names = {".".join(file.relative_to(ROOT / package).with_suffix("").parts): file for file in files}
+    known = {parts: nodes for parts, nodes in statements(package).items() if len(parts) > 1 and parts[-1] != "__init__"}
+    names = {".".join(parts): nodes for parts, nodes in known.items()}
     found: dict[str, set[str]] = {}
-    for name, file in names.items():
-        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    for name, nodes in names.items():
         others = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
         below = {other.removeprefix(f"{package}.") for pair in others for other in pair if other}
         room = name.split(".")[0]

@@ -46,18 +46,17 @@ def dequantize_is_exact_for_every_code_and_scale():
 
 def quantize_gives_the_bits_of_the_reference():
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        w = torch.randn(37, 208, generator=generator) * torch.rand(37, 1, generator=generator) ** 6
+    for dtype, divisor in ((torch.bfloat16, None), (torch.float16, torch.tensor(7.25)), (torch.float32, None)):
+        w = torch.randn(21, 208, generator=generator) * torch.rand(21, 1, generator=generator) ** 6
         w[3, :32], w[0, 5], w[5] = (
             0,
             -0.0,
             w[5] * 1e-4,
         )  # a zero block, a negative zero, and scales that are subnormal or zero
         w = w.to(dtype)
-        for divisor in (None, torch.tensor(7.25)):
-            reference, ours = nvfp4.quantize(w, divisor), nvfp4_triton.quantize(w, divisor)
-            assert same_bits(reference.block_scales, ours.block_scales), dtype
-            assert same_bits(reference.codes, ours.codes), dtype
+        reference, ours = nvfp4.quantize(w, divisor), nvfp4_triton.quantize(w, divisor)
+        assert same_bits(reference.block_scales, ours.block_scales), dtype
+        assert same_bits(reference.codes, ours.codes), dtype
     ties = torch.randint(-24, 25, (8, 64), generator=generator).bfloat16() * 0.25
     ties[:, ::16] = 6
     assert same_bits(
@@ -91,7 +90,7 @@ def logprob_kernels_agree_with_torch():
 def silu_mul_agrees_with_the_reference():
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float16):
-        gate, up, dy = ((4 * torch.randn(3, 1000, generator=generator)).to(dtype) for _ in range(3))
+        gate, up, dy = ((4 * torch.randn(2, 1000, generator=generator)).to(dtype) for _ in range(3))
         torch.testing.assert_close(silu_mul_triton.forward(gate, up), torch.ops.qerl.silu_mul(gate, up))
         expected = torch.ops.qerl.silu_mul_backward(dy, gate, up)
         for ours, reference in zip(silu_mul_triton.backward(dy, gate, up), expected, strict=True):
@@ -104,29 +103,32 @@ def silu_mul_agrees_with_the_reference():
 
 def wide_operands_are_those_of_the_reference():
     generator = torch.Generator().manual_seed(0)
-    for T, K, R in ((3, 1000, 32), (2, 1024, 6), (1, 40, 96)):
+    for T, K, R in ((2, 1000, 32), (1, 1024, 6), (1, 40, 96)):
         gate, up = (4 * torch.randn(T, K, generator=generator) for _ in range(2))
         expected = wide.widen_silu_mul(gate, up, R)
         ours = torch.full((T, K + 200), float("nan"))[:, : expected.shape[1]]
         wide_triton.silu_mul(gate, up, ours, R)
         torch.testing.assert_close(ours[:, :K], expected[:, :K])
         assert same_bits(ours[:, K + R :], expected[:, K + R :])
-    for dtype in (torch.float32, torch.float16):
-        for N, R, r, first, factor in ((37, 96, 32, 64, 0.37), (5, 32, 32, 0, 3.0), (16, 6, 4, 2, 1e-3)):
-            K, (used, room) = 24, wide.columns(R)
-            B = torch.randn(N, r, generator=generator)
-            for bias in (None, (9 * torch.randn(N, generator=generator)).to(dtype)):
-                expected, ours = (torch.full((N, K + room), 7.0, dtype=dtype) for _ in range(2))
-                wide.fill(expected[:, : K + used], K, R, first, B, bias, factor)
-                wide_triton.fill(ours[:, : K + used], K, R, first, B, bias, factor)
-                assert torch.equal(ours, expected) and (ours[:, K + used :] == 7).all()
+    for N, R, r, first, factor, dtype in (
+        (37, 96, 32, 64, 0.37, torch.float16),
+        (5, 32, 32, 0, 3.0, torch.float32),
+        (16, 6, 4, 2, 1e-3, torch.float32),
+    ):
+        K, (used, room) = 24, wide.columns(R)
+        B = torch.randn(N, r, generator=generator)
+        for bias in (None, (9 * torch.randn(N, generator=generator)).to(dtype)):
+            expected, ours = (torch.full((N, K + room), 7.0, dtype=dtype) for _ in range(2))
+            wide.fill(expected[:, : K + used], K, R, first, B, bias, factor)
+            wide_triton.fill(ours[:, : K + used], K, R, first, B, bias, factor)
+            assert torch.equal(ours, expected) and (ours[:, K + used :] == 7).all()
 
 
 def scaled_silu_mul_agrees_with_the_reference():
     generator = torch.Generator().manual_seed(0)
     for N in (300, silu_mul_triton.NUMBERS + 76):
-        joined, dy = 4 * torch.randn(7, 2 * N, generator=generator), torch.randn(7, N, generator=generator)
-        scales = torch.rand(7, 2, generator=generator)
+        joined, dy = 4 * torch.randn(3, 2 * N, generator=generator), torch.randn(3, N, generator=generator)
+        scales = torch.rand(3, 2, generator=generator)
         expected = torch.ops.qerl.scaled_silu_mul(joined, scales)
         torch.testing.assert_close(silu_mul_triton.scaled_forward(joined, scales), expected)
         expected = torch.ops.qerl.scaled_silu_mul_backward(dy, joined, scales)

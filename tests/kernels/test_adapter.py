@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from qerl_kernels import linear_tiles, nvfp4, tiles
 from qerl_kernels.adapter import COLUMNS, Adapter, Shrink, Variant, padded, quickest, shrink, spans
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.sampled_from([8, 16, 24, 32, 64, 128]))
 def test_outside_of_its_span_a_block_of_rows_has_no_columns(sixteens, rank):
     widths = [16 * n for n in sixteens]

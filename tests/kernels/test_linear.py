@@ -12,7 +12,7 @@ from qerl_kernels.nvfp4 import dequantize, quantize
 N, K = 24, 48
 
 
-def example(seed: int, rows: bool, dtype: torch.dtype = torch.bfloat16):
+def example(seed, rows, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(seed)
     weight = quantize(torch.randn(N, K, generator=generator).bfloat16())
     row_scale = 1 / weight.divisor

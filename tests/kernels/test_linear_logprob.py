@@ -125,13 +125,12 @@ def test_refusals():
         linear_logprob(hidden, w, targets, 0)
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_in_float16_the_gradient_of_small_probabilities_is_as_exact_as_in_bfloat16(spread):
+def test_in_float16_the_gradient_of_small_probabilities_is_as_exact_as_in_bfloat16():
     """Use a large vocabulary of similar tokens: each has probability 7e-6, where float16 has few bits left."""
     generator = torch.Generator().manual_seed(0)
     T, V, H = 4, 152064, 32
     w = (0.05 * torch.randn(V, H, generator=generator) + 0.02).half()
-    hidden, targets = 2 * spread * torch.randn(T, H, generator=generator), torch.arange(T)
+    hidden, targets = 2 * torch.randn(T, H, generator=generator), torch.arange(T)
     errors = {}
     for dtype in (torch.float16, torch.bfloat16):
         x, weight = hidden.to(dtype).requires_grad_(), w.to(dtype)

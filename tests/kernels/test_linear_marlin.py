@@ -12,7 +12,7 @@ from qerl_kernels.nvfp4 import NVFP4Weight, quantize
 N, K = 80, 96
 
 
-def example(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, NVFP4Weight, MarlinWeight, torch.Tensor]:
+def example(dtype=torch.bfloat16):
     """Return x, the checkpoint's weight, the same in Marlin's layout (some columns of a larger one), and a bias."""
     generator = torch.Generator().manual_seed(0)
     whole = quantize(torch.randn(192, K, generator=generator).bfloat16())
@@ -22,7 +22,7 @@ def example(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, NVFP4Wei
     return torch.randn(2, 5, K, generator=generator).to(dtype), packed, marlin, torch.randn(N).to(dtype)
 
 
-def test_the_checkpoints_bits_come_back() -> None:
+def test_the_checkpoints_bits_come_back():
     _, packed, marlin, _ = example()
     codes, block_scales = marlin.canonical()
     assert torch.equal(codes, packed.codes)
@@ -31,9 +31,7 @@ def test_the_checkpoints_bits_come_back() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_product_and_gradient_are_those_of_the_checkpoints_layout_bit_for_bit(
-    dtype: torch.dtype, has_bias: bool
-) -> None:
+def test_product_and_gradient_are_those_of_the_checkpoints_layout_bit_for_bit(dtype, has_bias):
     x, packed, marlin, bias = example(dtype)
     added, scale = bias if has_bias else None, float(marlin.scale)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -45,7 +43,7 @@ def test_product_and_gradient_are_those_of_the_checkpoints_layout_bit_for_bit(
     assert y.dtype == dtype and torch.equal(y, expected) and torch.equal(ours.grad, theirs.grad)
 
 
-def test_the_backward_keeps_marlins_tensors_alone() -> None:
+def test_the_backward_keeps_marlins_tensors_alone():
     x, _, marlin, bias = example()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -53,7 +51,7 @@ def test_the_backward_keeps_marlins_tensors_alone() -> None:
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in (marlin.words, marlin.scales, marlin.scale)]
 
 
-def test_the_operators_have_the_shapes_and_the_gradient_that_they_declare() -> None:
+def test_the_operators_have_the_shapes_and_the_gradient_that_they_declare():
     x, _, marlin, bias = example(torch.float32)
     weight = marlin.words, marlin.scales, marlin.scale, marlin.exponent, N, K
     forward, backward = torch.ops.qerl.nvfp4_linear_marlin.default, torch.ops.qerl.nvfp4_linear_marlin_backward.default
@@ -61,7 +59,7 @@ def test_the_operators_have_the_shapes_and_the_gradient_that_they_declare() -> N
     torch.library.opcheck(backward, (torch.randn(3, N), *weight, None))
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_shapes_that_do_not_fit_are_refused():
     x, _, marlin, bias = example()
     with pytest.raises(ValueError, match=r"the weight is \(80, 96\)"):
         linear_marlin.linear(x[..., :32], marlin)
@@ -71,7 +69,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_gpu_gives_the_bits_of_its_product_on_the_checkpoints_layout(dtype: torch.dtype) -> None:
+def test_a_gpu_gives_the_bits_of_its_product_on_the_checkpoints_layout(dtype):
     x, packed, marlin, bias = example(dtype)
     scale, x, bias = float(marlin.scale), x.cuda(), bias.cuda()
     whole = MarlinWeight(marlin.words.cuda(), marlin.scales.cuda(), marlin.scale.cuda(), marlin.exponent, N, K)

@@ -82,25 +82,19 @@ def test_the_kernels_beside_a_variant_are_proven_too(operand, monkeypatch):
     assert proof.examine_beside(given).startswith("expanded weight: ")
 
 
-def test_a_model_that_is_loading_has_another_default_type():
-    """Check that the problem is the same under the default dtype that vLLM's loader sets."""
-    expected, before = proof.make(torch.device("cpu"), torch.bfloat16), torch.get_default_dtype()
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
+def test_a_problem_is_the_same_while_a_model_loads_and_under_autocast(operand):
+    """Check the default dtype that vLLM's loader sets, and a forward pass that asks first."""
+    expected, before = proof.make(torch.device("cpu"), operand), torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = proof.make(torch.device("cpu"), torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = proof.make(torch.device("cpu"), operand)
+            assert (found.x @ found.x).dtype == torch.bfloat16, "autocast is on"
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(found.alone, expected.alone) and torch.equal(found.adapted, expected.adapted)
     assert found.weight.row_scale.dtype == torch.float32
-
-
-@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
-def test_a_forward_pass_that_asks_first_is_under_autocast(operand):
-    expected = proof.make(torch.device("cpu"), operand)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = proof.make(torch.device("cpu"), operand)
-        assert (found.x @ found.x).dtype == torch.bfloat16, "autocast is on"
-    assert torch.equal(found.alone, expected.alone) and torch.equal(found.adapted, expected.adapted)
 
 
 def test_every_code_is_asked_under_every_scale():

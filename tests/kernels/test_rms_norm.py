@@ -79,8 +79,7 @@ def test_what_does_not_fit_is_refused():
         rms_norm(torch.ones(2, 8), torch.ones(8).bfloat16(), 1e-6)
 
 
-@pytest.mark.parametrize("rounded", [False, True], ids=["one rounding", "rounded"])
-def test_the_operator_passes_torch_library_checks(rounded):
+def test_the_operator_passes_torch_library_checks():
     x, w, _ = example(torch.float32)
-    arguments = (x.requires_grad_(), w.requires_grad_(), 1e-5, rounded)
+    arguments = (x.requires_grad_(), w.requires_grad_(), 1e-5, True)
     torch.library.opcheck(torch.ops.qerl.rms_norm.default, arguments)

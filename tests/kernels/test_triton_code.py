@@ -45,9 +45,7 @@ class Hopper:
 
 @pytest.fixture
 def code(monkeypatch):
-    """Return a function that maps each kernel a call would launch to its PTX (or another ``stage``), without launching
-    it.
-    """
+    """Return a function that maps each kernel a call would launch to its code by stages, without launching it."""
     compiled = {}
     run = JITFunction.run
 
@@ -56,18 +54,18 @@ def code(monkeypatch):
         assert compiled.setdefault(self.fn.__name__, kernel.asm)["ptx"] == kernel.asm["ptx"]
         return kernel
 
-    def of(call, *arguments, stage="ptx") -> dict[str, str]:
+    def of(call, *arguments):
         compiled.clear()
         call(*arguments)
         assert compiled
-        return {name: asm[stage] for name, asm in compiled.items()}
+        return dict(compiled)
 
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
     return of
 
 
-def bytes_at_once(ptx: str) -> tuple[set[int], set[int]]:
+def bytes_at_once(ptx):
     """Return the sizes in bytes of the loads and of the stores in global memory."""
     found = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
     assert len(found) == len(re.findall(r"\b(?:ld|st)\.global", ptx))
@@ -75,55 +73,55 @@ def bytes_at_once(ptx: str) -> tuple[set[int], set[int]]:
     return sizes["ld"], sizes["st"]
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def numbers(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype)
 
 
-def fp32(*shape: int) -> torch.Tensor:
+def fp32(*shape):
     return numbers(*shape, dtype=torch.float32)
 
 
-def dequantize(K: int, room: int) -> None:
+def dequantize(K, room):
     codes, scales = (numbers(64, K // n, dtype=torch.uint8) for n in (2, 16))
     nvfp4_triton.dequantize(codes, scales.view(torch.float8_e4m3fn), room)
 
 
-def silu_mul(N: int) -> None:
+def silu_mul(N):
     silu_mul_triton.forward(numbers(64, N), numbers(64, N))
     silu_mul_triton.backward(*(numbers(64, N) for _ in range(3)))
 
 
-def scaled_silu_mul(N: int) -> None:
+def scaled_silu_mul(N):
     silu_mul_triton.scaled_forward(numbers(64, 2 * N), fp32(64, 2))
     silu_mul_triton.scaled_backward(numbers(64, N), numbers(64, 2 * N), fp32(64, 2))
 
 
-def fill(K: int, R: int, with_bias: bool) -> None:
+def fill(K, R, with_bias):
     used, room = wide.columns(R)
     bias = numbers(64) if with_bias else None
     wide_triton.fill(numbers(64, K + room)[:, : K + used], K, R, 0, fp32(64, 32), bias, 0.37)
 
 
-def rotate(heads: int, D: int) -> None:
+def rotate(heads, D):
     rotate_triton.turn(numbers(1, 64, heads, D), fp32(1, 64, D), fp32(1, 64, D), back=False)
 
 
-def rms_norm(H: int) -> None:
+def rms_norm(H):
     rms_norm_triton.forward(numbers(64, H), fp32(H), 1e-6, False)
     rms_norm_triton.backward(numbers(64, H), numbers(64, H), fp32(H), fp32(64), False, True)
 
 
-def logprob(V: int) -> None:
+def logprob(V):
     logits, targets, out = fp32(882, V), numbers(882, dtype=torch.int64), fp32(3, 8192)[:, :882]
     linear_logprob.statistics_triton(logits, targets, 1.25, out)
     linear_logprob.logit_gradients_triton(logits, targets, 1.25, out[1:], fp32(3, 882), numbers(882, V))
 
 
-def fused(K: int) -> None:
+def fused(K):
     wide_triton.silu_mul(numbers(64, K), numbers(64, K), numbers(64, K + 64)[:, : K + wide.columns(32)[0]], 32)
 
 
-def quantize(K: int) -> None:
+def quantize(K):
     nvfp4_triton.quantize(numbers(64, K), torch.tensor(1.0))
 
 
@@ -152,15 +150,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sizes", "expected"), CASES, ids=lambda part: getattr(part, "__name__", None))
-def test_a_thread_loads_and_stores_16_bytes_at_once(code, call, sizes, expected):
-    ptx = code(call, *sizes)
-    assert {name: bytes_at_once(text) for name, text in ptx.items()} == expected
-    for text in ptx.values():
-        assert not re.search(r"\b(div|rem)\.[su]64", text)
-
-
-def counted_in_32_bits(ttir: str) -> list[str]:
+def counted_in_32_bits(ttir):
     """Return the lines that multiply the program's or row's number, or add it to a pointer, before it is widened to 64
     bits.
 
@@ -178,12 +168,15 @@ def counted_in_32_bits(ttir: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("call", "sizes"), [(call, sizes) for call, sizes, _ in CASES if call not in (rms_norm, logprob)]
-)
-def test_a_tensor_may_have_more_numbers_than_32_bits_count(code, call, sizes):
-    """Use sizes such as an embedding of 262144 words by 8192, or logits of 16384 tokens by 152064."""
-    assert [line for text in code(call, *sizes, stage="ttir").values() for line in counted_in_32_bits(text)] == []
+@pytest.mark.parametrize(("call", "sizes", "expected"), CASES, ids=lambda part: getattr(part, "__name__", None))
+def test_a_thread_loads_16_bytes_at_once_of_tensors_of_any_size(code, call, sizes, expected):
+    """A tensor may have more numbers than 32 bits count: an embedding of 262144 words by 8192, or logits of 16384
+    tokens by 152064."""
+    kernels = code(call, *sizes)
+    assert {name: bytes_at_once(asm["ptx"]) for name, asm in kernels.items()} == expected
+    for asm in kernels.values():
+        assert not re.search(r"\b(div|rem)\.[su]64", asm["ptx"])
+        assert call in (rms_norm, logprob) or counted_in_32_bits(asm["ttir"]) == []
 
 
 @triton.jit
@@ -192,13 +185,13 @@ def _narrow(x, N, NUMBERS: triton.language.constexpr):
     triton.language.store(x + row * N + triton.language.arange(0, NUMBERS), 0)
 
 
-def narrow() -> None:
+def narrow():
     _narrow[(4,)](numbers(4, 64), 64, NUMBERS=64)
 
 
 def test_a_place_that_is_counted_in_32_bits_is_seen(code):
-    assert "arith.muli" in counted_in_32_bits(code(narrow, stage="ttir")["_narrow"])[0]
+    assert "arith.muli" in counted_in_32_bits(code(narrow)["_narrow"]["ttir"])[0]
 
 
 def test_a_row_that_is_not_a_multiple_of_16_bytes_is_seen(code):
-    assert bytes_at_once(code(fused, 1004)["_silu_mul_kernel"]) == ({2}, {2})
+    assert bytes_at_once(code(fused, 1004)["_silu_mul_kernel"]["ptx"]) == ({2}, {2})
