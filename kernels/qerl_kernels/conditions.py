@@ -32,7 +32,7 @@ def conditions(command: str | None = None, *, on_gpu: bool = True) -> dict[str, 
         "gpu": gpu,
         "driver": driver,
         "versions": {**installed(PACKAGES), "python": platform.python_version()},
-        "commit": commit or None,
+        "commit": commit if (ROOT / "kernels").is_dir() and commit else None,  # a wheel may lie in another project
         "date": date.today().isoformat(),
         "command": command,
     }

@@ -18,8 +18,9 @@ from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_recipes.evaluate import report
 from qerl_recipes.evaluate.intervals import disjoint
 from qerl_recipes.machine import processes
+from qerl_recipes.recipe.file import SHIPPED
 
-RECIPES = Path(__file__).parents[2] / "recipes/demo"
+RECIPES = SHIPPED / "demo"
 MARK = "demo.json"  # marks the folder of a demo, which the next demo may replace
 TASK = "running_sum"
 LEAST_PROBLEMS, LEAST_GAIN = 300, 0.10

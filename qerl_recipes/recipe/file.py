@@ -31,6 +31,8 @@ from qerl_recipes.recipe.keys import (
 )
 from qerl_vllm_plugin.wire.address import HIDDEN, hidden
 
+PACKAGE = Path(__file__).parents[1]
+SHIPPED = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.parent / "recipes"  # a wheel; a checkout
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
 DESCRIPTION = (
     "Every key of a recipe is also a flag, which wins over the recipe. "
@@ -124,7 +126,9 @@ def _read_one(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error}") from error
+        shipped = SHIPPED.parent / path
+        way_out = f"; QeRL's own is {shipped}" if shipped.is_file() else ""
+        raise ConfigError(f"recipe {path} cannot be read: {error}{way_out}") from error
     try:
         content = copy.deepcopy(_parsed(text))
     except yaml.YAMLError as error:
