@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -134,16 +135,19 @@ class TurnsTrainer(GRPOTrainer):
             answers = super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **options)
             self._turns.close()
             return answers
-        tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
-        self._play([Episode(ids, own) for ids, own in zip(prompt_ids, tools, strict=True)], num_generations)
+        self._play(prompt_ids, num_generations)
         firsts = [(one.ids[: one.turns[0]], one.logprobs[: one.turns[0]]) for one in self._episodes]
         return tuple(map(list, zip(*firsts, strict=True)))
 
-    def _play(self, episodes: list[Episode], num_generations: int) -> None:
+    def _play(self, prompt_ids: Any, num_generations: int = 1, firsts: Sequence[tuple[Any, ...]] = ()) -> None:
+        """Play an episode of each prompt, from its first turn (``Episode.take``) on where ``firsts`` gives those."""
+        tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
+        self._episodes = [Episode(ids, own) for ids, own in zip(prompt_ids, tools, strict=True)]
+        for episode, first in zip(self._episodes, firsts, strict=bool(firsts)):
+            episode.take(*first)
         profiler = profiling_context(self, "vLLM.generate")
-        self._tool_seconds += self._player.play(episodes, num_generations, profiler)
+        self._tool_seconds += self._player.play(self._episodes, num_generations, profiler)
         self._turns.close()
-        self._episodes = episodes
 
     def _calculate_rewards(self, inputs: Any, *others: Any) -> torch.Tensor:
         if self._tool_masks is not None:
@@ -154,11 +158,7 @@ class TurnsTrainer(GRPOTrainer):
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, *images: Any
     ) -> tuple[Any, ...]:
         if self.rollout_func is not None:  # it has taken the first turns
-            tools = map(dict.__or__, self._sync_tool_dicts, self._async_tool_dicts)
-            episodes = [Episode(ids, own) for ids, own in zip(prompt_ids, tools, strict=True)]
-            for episode, ids, values, (turn,) in zip(episodes, completion_ids, logprobs, completions, strict=True):
-                episode.take(ids, values, turn)
-            self._play(episodes, 1)
+            self._play(prompt_ids, firsts=list(zip(completion_ids, logprobs, chain(*completions), strict=True)))
         if self.log_completions:
             self._log_completion_extra("turns", [episode.table() for episode in self._episodes])
         return for_trl(self._episodes)
