@@ -17,7 +17,7 @@ from transformers.utils import get_json_schema
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import PROBE
-from qerl_recipes.tasks.environment_process import in_its_own_interpreter
+from qerl_recipes.tasks.environment_process import EnvironmentLost, in_its_own_interpreter
 from qerl_recipes.tasks.imported import imported
 from qerl_recipes.tasks.interface import Environment, EnvironmentFactory, Tool, ToolFactory
 from qerl_recipes.tasks.time_limit import watched
@@ -308,6 +308,19 @@ class Starts:
         key = (self._run_seed, "environment", self._rollout, self._call)
         self._call += 1
         return [{**row, "seed": seed_of(*key, (first + i) // group) % SEEDS} for i, row in enumerate(rows)]
+
+
+def refuse_failing_resets(interaction: Interaction, rows: Dataset, run_seed: int) -> None:
+    """Reset each environment with the first of its ``rows``; raise ConfigError if one fails."""
+    names, starts = interaction.names(rows), Starts(run_seed)
+    for name, instances in interaction.environments.items():
+        if name not in names:
+            continue
+        (row,) = starts.seeded([rows[names.index(name)]], interaction.resets(), 0, 1)
+        try:
+            instances.reset(**{column: row[column] for column in given(row, interaction.environments)})
+        except (EnvironmentLost, ValueError) as error:
+            raise ConfigError(f"with the first row: {error}") from error
 
 
 def rendering(tokenizer: PreTrainedTokenizerBase, templates: Templates, interaction: Interaction) -> Mapping[str, Any]:

@@ -167,6 +167,7 @@ def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
     tokenizer = prompts.tokenizer(base, training, padding_side="left", truncation_side="left")
     options = environments.rendering(tokenizer, training, checked.interaction)
     train, held_out = prompts.load(script, tokenizer, checked.rows, options, checked.interaction)
+    environments.refuse_failing_resets(checked.interaction, train, training.seed)
     base_name = base_model.written_name(name, model.model_revision, base)
     run = run_state.describe(training, base, train, base_name, None if start is None else start.sha256())
     recipe, adapter = recorded(script, training, model), get_peft_config(model)

@@ -6,9 +6,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import acting
 import pytest
 
 from qerl_recipes import cli
+from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.train import run
 
@@ -28,6 +30,15 @@ def trained(tmp_path, monkeypatch, read_metrics):
         return read_metrics(tmp_path)
 
     return train
+
+
+@pytest.mark.parametrize("python", [[], ["--environment_python", sys.executable]])
+def test_a_reset_that_fails_is_refused_before_the_engine_starts(python, trained, monkeypatch):
+    monkeypatch.setattr(run, "build", lambda *given: pytest.fail("the engine starts"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(acting.__file__).parent))
+    flags = ["--environments", "acting.Jammed", *python, "--reward_funcs", "format", "--reward_weights", "1.0"]
+    with pytest.raises(ConfigError, match=r"with the first row: environment (acting\.)?Jammed: reset failed \(OSError"):
+        trained("higher_lower", 1, *flags)
 
 
 @pytest.mark.integration
