@@ -129,6 +129,8 @@ def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
         assert "policy-7" in {model.id for model in client.models.list()}
 
 
+# test_one_policy.py has the same promise without a server
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_promise_10_a_server_with_slots_refuses_noise_for_all(

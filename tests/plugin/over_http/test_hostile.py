@@ -179,9 +179,9 @@ GOOD_NOISE = {"sigma": 0.1, "seed": 1, "rollout": 1}
 @pytest.mark.parametrize(
     "noise",
     [
-        *({**GOOD_NOISE, "sigma": sigma} for sigma in (-1, "much", None, 1e308, 10**40)),
-        *({**GOOD_NOISE, "seed": seed} for seed in (1.5, 2**63)),
-        *({**GOOD_NOISE, "targets": targets} for targets in (["no_such_norm"], "norm")),
+        {**GOOD_NOISE, "sigma": 10**40},
+        {**GOOD_NOISE, "seed": 2**63},
+        {**GOOD_NOISE, "targets": ["no_such_norm"]},
         {**GOOD_NOISE, "target": ["norm"]},
         {"sigma": 0.1, "seed": 1},
         [0.1],

@@ -1,13 +1,13 @@
 """Test CPU tensors on their way to a server on this machine: through a file in shared memory, or in the request body
 instead."""
 
+import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,7 +19,6 @@ import httpx
 import pytest
 from policy_requests import API_KEY, HEADERS, TOKEN, assert_served, done, kept, put
 from raw_requests import tickets
-from safetensors.torch import save_file
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
@@ -167,21 +166,15 @@ def test_another_machine_gets_the_body_without_a_warning(server, adapters, monke
 
 
 @pytest.fixture(scope="module")
-def several(adapters, tmp_path_factory):
-    """Save adapters of two sizes to folders of one directory, and return it with the adapters by their names. The
-    server can install two of them, ``second`` and ``third``, by name."""
+def several(adapters):
+    """Return adapters of two sizes by their names. The server can install two, ``second`` and ``third``, by name."""
     given = {name: adapters[1][name] for name in ("second", "third")}
     for name in ("second", "third"):
         tensors, config = given[name]
         modules = config["target_modules"][:2]
         part = {key: tensor for key, tensor in tensors.items() if any(module in key for module in modules)}
         given[f"part of {name}"] = part, {**config, "target_modules": modules}
-    folder = tmp_path_factory.mktemp("several")
-    for name, (tensors, config) in given.items():
-        (folder / name).mkdir()
-        save_file(tensors, folder / name / "adapter_model.safetensors")
-        (folder / name / "adapter_config.json").write_text(json.dumps(config))
-    return folder, given
+    return given
 
 
 def installed(server):
@@ -197,7 +190,7 @@ def each_is_what_was_sent(server, several):
     """Yield a list to which each sender appends its list of (version, name). Check at the end that each version was
     given once, in order for each sender. Under each version the workers must hold what was sent."""
     client, digests, seen, ended, senders = PolicyClient(server[0], TOKEN, API_KEY), {}, set(), threading.Event(), []
-    for name, given in several[1].items():
+    for name, given in several.items():
         first = client.swap(*given)
         digests[name] = installed(server)[1]
     assert len(set(digests.values())) == len(digests)
@@ -221,7 +214,7 @@ def each_is_what_was_sent(server, several):
     assert found and found == {version: digests[names[version]] for version in found}
 
 
-SECONDS = pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.slow)])
+SECONDS = pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.slow)])
 
 
 @SECONDS
@@ -229,11 +222,11 @@ def test_folders_and_bodies_of_many_clients_come_in_turn(server, several, second
     def send(number):
         sent, chance, end = [], random.Random(number), time.monotonic() + seconds
         while time.monotonic() < end:
-            name = chance.choice(list(several[1]))
+            name = chance.choice(list(several))
             if is_folder := name in ("second", "third") and chance.random() < 0.7:
                 answer = put(server, b"", folder=name)
             else:
-                content = body(*several[1][name])
+                content = body(*several[name])
                 answer = put(server, content if chance.random() < 0.7 else iter([content[:1000], content[1000:]]))
             assert answer.status_code == 200, (is_folder, answer.text)
             sent.append((answer.json()["version"], name))
@@ -243,41 +236,40 @@ def test_folders_and_bodies_of_many_clients_come_in_turn(server, several, second
         senders += threads.map(send, range(8))
 
 
-# Run the tasks of one client in a process of its own: access to freed memory would end it (SIGBUS).
-TASKS = """
-import asyncio, json, os, random, sys, time
-from pathlib import Path
-from qerl_vllm_plugin.adapter import folder as adapter_folder
-from qerl_vllm_plugin.client import AsyncPolicyClient
+def swap_at_once(url, given, seconds, may_begin, answer):
+    """Swap from eight tasks of one client at once, and send back each task's list of (version, name)."""
+    client, truncate = AsyncPolicyClient(url, TOKEN, API_KEY, transport="shared"), os.ftruncate
 
-url, token, key, folder, seconds = sys.argv[1:]
-client, truncate = AsyncPolicyClient(url, token, key, transport="shared"), os.ftruncate
-given = {path.name: adapter_folder.read(path) for path in Path(folder).iterdir()}
+    def slowly(*given):
+        truncate(*given)
+        time.sleep(0.01)  # others have the interpreter meanwhile, as they may have while the kernel frees pages
 
-def slowly(*given):
-    truncate(*given)
-    time.sleep(0.01)  # others have the interpreter meanwhile, as they may have while the kernel frees pages
+    async def send(number):
+        sent, chance, end = [], random.Random(number), time.monotonic() + seconds
+        while time.monotonic() < end:
+            name = chance.choice(list(given))
+            sent.append((await client.swap(*given[name]), name))
+        return sent
 
-os.ftruncate = slowly
+    async def all_of_them():
+        return await asyncio.gather(*map(send, range(8)))
 
-async def send(number):
-    sent, chance, end = [], random.Random(number), time.monotonic() + float(seconds)
-    while time.monotonic() < end:
-        name = chance.choice(list(given))
-        sent.append((await client.swap(given[name].tensors, given[name].config), name))
-    return sent
-
-async def main():
-    print(json.dumps(await asyncio.gather(*map(send, range(8)))))
-
-asyncio.run(main())
-"""
+    os.ftruncate = slowly
+    assert may_begin.wait(PATIENCE)
+    answer.send(asyncio.run(all_of_them()))
 
 
 @SECONDS
 def test_many_tasks_of_a_client_swap_at_once(server, several, seconds):
-    command = [sys.executable, "-c", TASKS, server[0], TOKEN, API_KEY, str(several[0]), str(seconds)]
+    """Run the client in a process of its own, since access to freed memory would end it (SIGBUS)."""
+    fork = multiprocessing.get_context("fork")
+    (answer, there), may_begin = fork.Pipe(duplex=False), fork.Event()
+    tasks = fork.Process(target=swap_at_once, args=(server[0], several, seconds, may_begin, there), daemon=True)
+    tasks.start()  # before this process has threads
+    there.close()
     with each_is_what_was_sent(server, several) as senders:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE + seconds)
-        assert done.returncode == 0, f"ended by {done.returncode}: {done.stderr[-2000:]}"
-        senders += [[tuple(one) for one in sent] for sent in json.loads(done.stdout)]
+        may_begin.set()
+        with contextlib.suppress(EOFError):  # of a process that was ended
+            senders += answer.recv() if answer.poll(PATIENCE + seconds) else []
+        tasks.join(PATIENCE)
+        assert tasks.exitcode == 0, f"ended by {tasks.exitcode}"

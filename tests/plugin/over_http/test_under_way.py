@@ -74,7 +74,7 @@ def count(url, name):
 def test_a_change_comes_after_requests_that_somebody_lets_end(server, policy, adapters, begun, mode):
     url, first, before = server[0], policy.state()["version"], count(server[0], "num_preemptions_total")
     with ThreadPoolExecutor(2) as threads:
-        lines, drained = let_end(url, threads, begun, 600)
+        lines, drained = let_end(url, threads, begun, 200)
         swapped = threads.submit(policy.swap, *adapters[1]["second"], requests=mode)
         assert last(lines) == named(first)
         drained.result()
@@ -100,7 +100,7 @@ def test_abort_ends_requests_that_somebody_lets_end(server, policy, adapters, be
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_in_the_middle_of_a_change_stays(server, policy, adapters, begun, mode):
-    first, lines = policy.state()["version"], begun(600)
+    first, lines = policy.state()["version"], begun(200)
     with ThreadPoolExecutor(3) as threads:
         changes = [threads.submit(policy.swap, *adapters[1][name]) for name in ("second", "third")]
         paused = threads.submit(pause, server[0], mode)
@@ -115,9 +115,9 @@ def test_a_pause_in_the_middle_of_a_change_stays(server, policy, adapters, begun
 def test_preempted_requests_end_before_a_change_that_waits(server, policy, adapters, begun):
     """Check preempted requests. vLLM restarts these when there is room, but not in an engine that is being drained."""
     first = policy.state()["version"]
-    with ThreadPoolExecutor(7) as threads:  # the server has room for 8064 tokens, and each of the 7 requests needs 1400
+    with ThreadPoolExecutor(7) as threads:  # the server has room for 8064 tokens, and each of the 7 requests needs 1250
         for _ in range(TRIES):
-            streams = list(threads.map(lambda i: begun(400, [9 + i, *[4, 5] * 500]), range(7)))
+            streams = list(threads.map(lambda i: begun(250, [9 + i, *[4, 5] * 500]), range(7)))
             while not (waiting := count(server[0], "num_requests_waiting")):
                 if not count(server[0], "num_requests_running"):
                     break
