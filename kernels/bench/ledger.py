@@ -193,7 +193,7 @@ def by_rank(files: dict[str, dict[str, Any]]) -> str:
     for name, result in files.items():
         for arm, of_arm in result["arms"].items() if name.startswith("ranks") else ():
             kind, _, rank = arm.partition(", rank ")
-            has_none = kind in ("bf16_merged", "fp8_merged", "stock_nvfp4_humming", "qerl_nvfp4_base")
+            has_none = configuration(kind).endswith(("adapter merged", "no adapter"))
             key = None if has_none else int(rank or result["rank"][0])
             if "batch" in of_arm:
                 found[result["gpu"], result["shape"], kind, key] = name, of_arm["batch"]
