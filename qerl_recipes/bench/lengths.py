@@ -28,14 +28,17 @@ def draw(chosen: str, count: int) -> list[int]:
 
     Raises ValueError for a file with fewer than ``count`` numbers, and for anything else.
     """
-    generator = random.Random(SEED)
-    numbers = _parameters(DEFAULT if chosen == "lognormal" else chosen)
-    if numbers is None:
+    chosen, generator = DEFAULT if chosen == "lognormal" else chosen, random.Random(SEED)
+    if not chosen.startswith("lognormal:"):
         found = _read(Path(chosen))
         if len(found) < count:
             raise ValueError(f"--lengths {chosen} has {len(found)} lengths, and a case has {count} sequences")
         return generator.sample(found, count)
-    mean, sigma, most = numbers
+    number = r"(\d+(?:\.\d+)?)"
+    match = re.fullmatch(rf"lognormal:{number},{number},(\d+)", chosen)
+    mean, sigma, most = map(float, match.groups()) if match else (0.0, 0.0, 0.0)
+    if not 1 <= mean <= most or most < 2:
+        raise ValueError(f"--lengths is {chosen!r}; it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX, as {DEFAULT}")
     center = math.log(mean) - sigma**2 / 2
     return [min(max(round(generator.lognormvariate(center, sigma)), 1), int(most)) for _ in range(count)]
 
@@ -50,18 +53,6 @@ def summary(lengths: Sequence[int]) -> dict[str, Any]:
         "longest": ordered[-1],
         "each": list(lengths),
     }
-
-
-def _parameters(chosen: str) -> tuple[float, float, float] | None:
-    """Return MEAN, SIGMA and MAX; None for what is no ``lognormal:``."""
-    if not chosen.startswith("lognormal:"):
-        return None
-    number = r"(\d+(?:\.\d+)?)"
-    match = re.fullmatch(rf"lognormal:{number},{number},(\d+)", chosen)
-    mean, sigma, most = map(float, match.groups()) if match else (0.0, 0.0, 0.0)
-    if not 1 <= mean <= most or most < 2:
-        raise ValueError(f"--lengths is {chosen!r}; it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX, as {DEFAULT}")
-    return mean, sigma, most
 
 
 def _read(file: Path) -> list[int]:

@@ -11,17 +11,15 @@ work on (vLLM's ``SpinCondition``). With ``--profile`` nothing is timed but a de
 """
 
 import itertools
-import operator
 import os
 import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import reduce
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +27,7 @@ from qerl_recipes.bench import decode_profile, rollout_memory
 from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, ask_once, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
-from qerl_recipes.bench.rollout_arm import ADAPTERLESS, ARMS, FEW, Case, Order, orders, prefill
+from qerl_recipes.bench.rollout_arm import ADAPTERLESS, ARMS, FEW, WARM_UP_TOKENS, Case, prefill
 from qerl_recipes.recipe.keys import ENGINE_RANKS
 from qerl_recipes.recipe.shapes import full_name
 
@@ -37,16 +35,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ARM = "qerl_recipes.bench.rollout_arm"
-OURS = {"model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"}
-OURS |= {
-    "linear_backend",
-    "moe_backend",
-    "kv_cache_dtype",
-    "logprobs_mode",
-    "load_format",
-    "skip_tokenizer_init",
-    "enable_lora",
-    "max_lora_rank",
+OURS = {  # arguments of vllm.LLM that the benchmark sets itself
+    *("model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"),
+    *("linear_backend", "moe_backend", "kv_cache_dtype", "logprobs_mode", "load_format", "skip_tokenizer_init"),
+    *("enable_lora", "max_lora_rank"),
 }
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 REPEATS = 3  # by default
@@ -74,16 +66,13 @@ def run(
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
     With ``lengths`` (``bench.lengths.draw``), every number of sequences is also measured with completions of unequal
-    lengths, which are the same in all arms.
-
-    ``profile`` says where the time of a decode step goes, instead of rates (``bench.decode_profile``); the profiler's
-    traces lie beside ``output``. ``interleave`` starts the engines of all arms at once, if they fit on the GPU
-    together. Each arm with an adapter is measured with each ``rank``, on an engine of its own: a smaller adapter in the
-    same engine would be filled up with zeros and take as long. Each arm is measured with each of ``kv_cache_dtype``;
-    "auto" is the activations' dtype. ``engine`` holds more arguments of ``vllm.LLM`` for every arm, except those that
-    the benchmark sets itself (OURS). Each arm is measured once without and once with the arguments of each of
-    ``variants``, which override ``engine``. ``scratch`` is the folder for the one checkpoint that is written, of a
-    mixture in NVFP4.
+    lengths, the same in all arms. ``profile`` says where the time of a decode step goes, instead of rates
+    (``bench.decode_profile``); the profiler's traces lie beside ``output``. ``interleave`` starts the engines of all
+    arms at once, if they fit on the GPU together. Each arm with an adapter is measured with each ``rank``, on an engine
+    of its own: a smaller adapter in the same engine would be filled up with zeros and take as long. Each arm is
+    measured with each of ``kv_cache_dtype``; "auto" is the activations' dtype. ``engine`` holds more arguments of
+    ``vllm.LLM`` for every arm, except those in OURS; each of ``variants`` overrides it, and each arm is measured
+    without and with each. ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
 
     An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
     ValueError for an unknown shape or arm and for what this machine cannot measure.
@@ -91,16 +80,17 @@ def run(
     check_shape(shape)
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
-    _check_names(arms, kv_cache_dtype, engine, variants, interleave)
-    _check_ranks(rank)
+    _check_names(arms, rank, kv_cache_dtype, engine, variants, interleave)
     if profile and lengths is not None:
         raise ValueError("--profile looks at a step of equal lengths, and --lengths times a whole rollout; use one")
     _check_modes(cases, repeats, rounds, tensor_parallel_size, profile, interleave)
-    drawn: dict[str, list[int]] = {}
+    about: dict[str, Any] = {}
     if lengths is not None:
-        drawn = {str(case.batch): uneven.draw(lengths, case.batch) for case in cases}
-        each = [case._replace(output=max(own), lengths=own) for case in cases if (own := drawn[str(case.batch)])]
-        cases = [*cases, *{case.batch: case for case in each}.values()]
+        drawn = {case.batch: uneven.draw(lengths, case.batch) for case in cases}
+        about = {"chosen": uneven.DEFAULT if lengths == "lognormal" else lengths, "seed": uneven.SEED}
+        about["batch"] = {str(batch): uneven.summary(own) for batch, own in drawn.items()}
+        of_a_batch = {case.batch: case for case in cases}
+        cases = [*cases, *(of_a_batch[n]._replace(output=max(own), lengths=own) for n, own in drawn.items())]
     repeats = REPEATS if repeats is None else repeats
     requests: dict[str, Figures] = {}
     for arm, one, variant, cache in itertools.product(arms, rank, (None, *variants), kv_cache_dtype):
@@ -129,7 +119,7 @@ def run(
         "tensor_parallel_size": tensor_parallel_size,
         "repeats": repeats,
         "rounds": rounds,
-        **({"lengths": _about(lengths, drawn)} if lengths is not None else {}),
+        **({"lengths": about} if about else {}),
         "interleaved": interleave,
         "rest_seconds": rest_seconds,
         "engine": engine,
@@ -162,14 +152,9 @@ def run(
     return result
 
 
-def _about(chosen: str, drawn: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return what a result says of its unequal lengths."""
-    by_batch = {batch: uneven.summary(own) for batch, own in drawn.items()}
-    return {"chosen": uneven.DEFAULT if chosen == "lognormal" else chosen, "seed": uneven.SEED, "batch": by_batch}
-
-
 def _check_names(
     arms: Sequence[str],
+    ranks: Sequence[int],
     caches: Sequence[str],
     engine: Mapping[str, Any],
     variants: Mapping[str, Mapping[str, Any]],
@@ -186,9 +171,6 @@ def _check_names(
             raise ValueError(f"{name} names {ours[0]!r}, which this benchmark sets itself; leave it out")
         if interleave and (ours := sorted(set(options) & set(rollout_memory.SET_HERE))):
             raise ValueError(f"{name} names {ours[0]!r}, which --interleave sets for each engine; leave one out")
-
-
-def _check_ranks(ranks: Sequence[int]) -> None:
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 1:
         raise ValueError(f"rank is {list(ranks)}; name each rank once, each at least 1")
     if max(ranks) > ENGINE_RANKS[-1]:
@@ -202,9 +184,7 @@ def _check_modes(
         if repeats is not None:
             raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
         if interleave:
-            raise ValueError(
-                "--interleave has several engines at once, and --profile looks at one; leave one of them out"
-            )
+            raise ValueError("--interleave has several engines at once, and --profile looks at one; leave one out")
         if gpus > 1:
             raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
         decode_profile.check(min(case.output for case in cases))
@@ -249,7 +229,12 @@ def take_turns(
     called with an arm's name and a piece of its figures: what it answers when it is ready, the ``case`` of one row,
     ``prefill``, or why it ``failed``. Then the others go on.
     """
-    with _started(module, requests) as arms:
+    with ExitStack() as stack:
+        arms: dict[str, Arm] = {}
+        pool = stack.enter_context(ThreadPoolExecutor(len(requests) or 1))
+        stack.callback(lambda: list(pool.map(Arm.end, arms.values())))  # all at once: each may take its time
+        for name, request in requests.items():
+            arms[name] = Arm(module, request)
 
         def each(act: Callable[[Arm], Figures]) -> dict[str, Figures]:
             """Return what each arm answers; one that fails is ended, and left out from then on."""
@@ -263,16 +248,18 @@ def take_turns(
             return answers
 
         def repeated(number: int, case: Case) -> dict[str, list[Figures]]:
-            """Return the answers to each repeat, for every arm that is left."""
+            """Return the answers to each repeat, for every arm that is left; a few tokens warm up before."""
             given: dict[str, list[Figures]] = {name: [] for name in arms}
-            for order in orders(number, case, repeats):
+            warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS), lengths=None)
+            for repeat in range(repeats + 1):
+                order = {"number": number, "repeat": repeat, "case": case if repeat else warm_up}
 
-                def turn(arm: Arm, order: Order = order) -> Figures:
+                def turn(arm: Arm, order: Figures = order) -> Figures:
                     time.sleep(rest_seconds)
-                    return arm.ask(order._asdict())
+                    return arm.ask(order)
 
                 for name, answer in each(turn).items():
-                    if order.repeat:
+                    if repeat:
                         given[name].append(answer)
             return {name: given[name] for name in arms}
 
@@ -297,19 +284,6 @@ def take_turns(
         prompts = prefill(cases)
         for name, seconds in timed(len(cases), prompts).items():
             note(name, {"prefill": {"tokens": prompts.batch * prompts.input, "seconds": seconds}})
-
-
-@contextmanager
-def _started(module: str, requests: Mapping[str, Figures]) -> Iterator[dict[str, Arm]]:
-    """Yield the arms by name, and end them; whoever takes one out of the dict ends it."""
-    arms: dict[str, Arm] = {}
-    try:
-        for name, request in requests.items():
-            arms[name] = Arm(module, request)
-        yield arms
-    finally:
-        with ThreadPoolExecutor(len(requests) or 1) as pool:  # all at once: each may take its time
-            list(pool.map(Arm.end, arms.values()))
 
 
 def _profile(requests: Mapping[str, Figures], traces: Path, note: Callable[[str, Figures], None]) -> None:
@@ -383,15 +357,17 @@ def _print(result: dict[str, Any]) -> None:
         f"{full_name(result['shape'])} shapes{parallel}, LoRA rank {ranks}, {result['gpu']}, "
         f"{result['date']}; ratios to the faster of {' and '.join(others)}"
     )
-    columns, paths = ["tokens/s"], list[tuple[str, ...]]()
-    for key, row in next(iter(arms.values()))["batch"].items():
+    columns = ["tokens/s"]
+    for row in next(iter(arms.values()))["batch"].values():
         columns += [f"{row['batch']} x\n{row['input']} in, {row['output']} out", "decode\nalone"]
-        paths += [("batch", key), ("batch", key, "decode")]
-    paths.append(("prefill",))
-    best = [max(_at(arms[arm], path)["tokens_per_s"] or 0.0 for arm in others) for path in paths]
+    timed = {
+        arm: [*(part for row in of["batch"].values() for part in (row, row["decode"])), of["prefill"]]
+        for arm, of in arms.items()
+    }
+    best = [max(row["tokens_per_s"] or 0.0 for row in of) for of in zip(*(timed[arm] for arm in others), strict=True)]
     rows = []
     for arm, figures in arms.items():
-        cells = [_cell(_at(figures, path), reference) for path, reference in zip(paths, best, strict=True)]
+        cells = [_cell(row, reference) for row, reference in zip(timed[arm], best, strict=True)]
         weights = figures["weights_gib"]
         rows.append([arm, *cells, "" if weights is None else f"{weights:.1f}"])
     console.print(table(title, [*columns, "prefill", "weights\nGiB"], rows))
@@ -420,10 +396,6 @@ def _print_uneven(console: "Console", result: dict[str, Any], arms: Mapping[str,
         rows.append(cells)
     title = "Unequal lengths: share of the time in which so few sequences were left"
     console.print(table(title, columns, rows))
-
-
-def _at(figures: Figures, path: Sequence[str]) -> Figures:
-    return reduce(operator.getitem, path, figures)
 
 
 def _cell(row: Figures, best: float) -> str:

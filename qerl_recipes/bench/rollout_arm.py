@@ -56,18 +56,6 @@ class Case(NamedTuple):
         return self.lengths or [self.output] * self.batch
 
 
-class Order(NamedTuple):
-    """Ask for one run of a case.
-
-    Its prompts follow from ``number``, that of the case, and ``repeat`` alone, so that all arms have the same. Repeat 0
-    warms up.
-    """
-
-    number: int
-    repeat: int
-    case: Case
-
-
 def make_cases(batch: Sequence[int], input_len: Sequence[int], output_len: Sequence[int]) -> list[Case]:
     """Combine the lists element by element; one of a single number counts for all. Raises ValueError for others."""
     lists = {"batch": batch, "input_len": input_len, "output_len": output_len}
@@ -95,16 +83,11 @@ def prefill(cases: Sequence[Case]) -> Case:
     return Case(PREFILLED, longest([case for case in cases if not case.lengths]) - 1, 1)
 
 
-def orders(number: int, case: Case, repeats: int) -> list[Order]:
-    """Return a warm-up of few tokens, and the repeats."""
-    warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS), lengths=None)
-    return [Order(number, 0, warm_up), *(Order(number, repeat, case) for repeat in range(1, repeats + 1))]
-
-
 def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None] | None:
-    """Start the engine, and note its memory and start time; return the function that times one Order.
+    """Start the engine, and note its memory and start time; return the function that times one repeat of a case.
 
-    If the request names ``traces``, profile a decode step of every case instead.
+    Of an order it reads ``case``, its ``number`` and ``repeat``, from which the prompts follow. If the request names
+    ``traces``, profile a decode step of every case instead.
     """
     if request["traces"] is not None:
         profile(request, figures)
@@ -120,7 +103,7 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
 
     def carry_out(fields: Figures, figures: Figures) -> None:
         case = Case(*fields["case"])
-        ids = prompts(Order(**{**fields, "case": case}), vocabulary)
+        ids = prompts(case, fields["number"], fields["repeat"], vocabulary)
         each = [sampling(length) for length in case.outputs]
         inputs: list[Any] = [{"prompt_token_ids": row} for row in ids]
         with contextlib.ExitStack() as noting:
@@ -174,7 +157,7 @@ def profile(request: Figures, figures: Figures) -> None:
     figures["profile"] = []
     for number, case in enumerate(_cases(request)):
         file = Path(f"{request['traces']}_{case.batch}.trace.json.gz")
-        ids, stock = prompts(Order(number, 1, case), vocabulary), is_stock(request["arm"])
+        ids, stock = prompts(case, number, 1, vocabulary), is_stock(request["arm"])
         profiled = decode_profile.profile(llm, ids, sampling(case.output), policy.request, file, is_stock=stock)
         figures["profile"].append(profiled)
 
@@ -220,13 +203,12 @@ def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
     return llm, policy
 
 
-def prompts(order: Order, vocabulary: int) -> list[list[int]]:
-    """Draw token ids, the same on every call and in every arm."""
+def prompts(case: Case, number: int, repeat: int, vocabulary: int) -> list[list[int]]:
+    """Draw token ids, the same on every call and in every arm, for a ``repeat`` of the case of that ``number``."""
     import torch
 
-    generator = torch.Generator().manual_seed(order.number * 1_000_003 + order.repeat)
-    ids: list[list[int]] = torch.randint(vocabulary, (order.case.batch, order.case.input), generator=generator).tolist()
-    return ids
+    generator = torch.Generator().manual_seed(number * 1_000_003 + repeat)
+    return torch.randint(vocabulary, (case.batch, case.input), generator=generator).tolist()  # type: ignore[no-any-return]
 
 
 def sampling(tokens: int) -> "SamplingParams":

@@ -200,24 +200,6 @@ class Workload:
         return recipe | dict(self.overrides)
 
 
-@dataclass(frozen=True)
-class Request:
-    """Hold what an arm's process is asked.
-
-    ``flags`` are those of ``qerl train``. The checkpoint ``base`` is written if it is missing, ``packed`` or in BF16.
-    ``memory`` is the number of bytes that may be used, None for all of the GPU. ``data`` describes the prompts to stock
-    TRL, whose ``flags`` are TRL's own.
-    """
-
-    flags: list[str]
-    config: dict[str, Any]
-    base: str
-    packed: bool
-    seed: int
-    memory: int | None
-    data: dict[str, int] | None = None
-
-
 def flags(recipe: Mapping[str, Any]) -> list[str]:
     """Return a recipe as ``qerl train`` takes it from a command line."""
     texts = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in recipe.items()}
@@ -281,8 +263,9 @@ def run(
             packed = arm == "qerl_nvfp4"
             base = str(folder / ("nvfp4" if packed else "bf16"))
             own_flags = flags({**measured[arm]["recipe"], "model_name_or_path": base, "output_dir": str(folder / arm)})
-            data = work.data() if arm == TRL else None
-            request = Request(own_flags, work.config(), base, packed, work.seed, memory, data)
+            # the checkpoint is written if it is missing; ``data`` describes the prompts to stock TRL alone
+            request = {"flags": own_flags, "config": work.config(), "base": base, "packed": packed, "seed": work.seed}
+            request |= {"memory": memory, "data": work.data() if arm == TRL else None}
             measured[arm] |= _measure(request)
             result["summary"] = summarize(result)
             save(result, output)  # loading takes minutes, and a run may be cut short
@@ -290,11 +273,11 @@ def run(
     return result
 
 
-def _measure(request: Request) -> Figures:
+def _measure(request: Figures) -> Figures:
     """Run an arm and return its figures, with the reason if it failed."""
-    module = "train_arm" if request.data is None else "trl_arm"
+    module = "train_arm" if request["data"] is None else "trl_arm"
     try:
-        return ask_once(f"qerl_recipes.bench.{module}", asdict(request))
+        return ask_once(f"qerl_recipes.bench.{module}", request)
     except ArmFailedError as error:
         return {**error.figures, "failed": str(error)}
 
@@ -329,16 +312,19 @@ def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
 def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Figures:
     """Return an arm's recipe and, on a GPU with the engine's share in it, the bytes that the arm should take at most.
 
-    Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``recompute_layers: -1`` and
-    ``pack_tokens: -1`` mean. A recipe's own share of the engine stays.
+    Nothing is allocated. ``memory`` is the limit, which decides what ``recompute_layers: -1`` and ``pack_tokens: -1``
+    mean. A recipe's own share of the engine stays.
     """
     if arm == TRL:
         return _trl_recipe(work, gpu, memory)
     if gpu is None:
         return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
     from qerl_recipes.memory.plan import make
+    from qerl_recipes.memory.sizes import measure
 
-    share, saved = None, _saved_by_fp8(work) if arm == FP8 else 0
+    # an engine in FP8 is smaller than one in BF16 by a byte for each weight of a block
+    saved = sum(linear.N * linear.K for linear in measure(work.config()).linears) if arm == FP8 else 0
+    share = None
     for _ in range(1 if work.recipe_file else 2):  # the second time with the share that the first one found
         settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
         # The plan has a BF16 engine. While that sleeps, a smaller one leaves the trainer no more room, and its cache
@@ -354,13 +340,6 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
         del chosen["recompute_layers"]
     recipe = {**work.recipe(arm, cuda=True, engine_share=share), **chosen}
     return {"recipe": recipe, "planned_bytes": plan.peak - room}
-
-
-def _saved_by_fp8(work: Workload) -> int:
-    """Return the bytes by which an engine in FP8 is smaller than one in BF16: one for each weight of a block."""
-    from qerl_recipes.memory.sizes import measure
-
-    return sum(linear.N * linear.K for linear in measure(work.config()).linears)
 
 
 def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
@@ -407,25 +386,23 @@ def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
 def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:
     """Return medians and peaks for each arm that did not fail; its first step only warms up."""
     whole = {arm: figures for arm, figures in result["arms"].items() if "steps" in figures and "failed" not in figures}
-    return {arm: _summary(result, figures) for arm, figures in whole.items()}
-
-
-def _summary(result: Mapping[str, Any], figures: Mapping[str, Any]) -> Figures:
-    counted = figures["steps"][1:]
-    sequences = result["groups"] * result["generations"]
-    seconds = {name: statistics.median(step["seconds"][name] for step in counted) for name in ("step", *PARTS)}
-    differences = [step["metrics"]["logp_diff_mean"] for step in counted]
-    peaks = ("allocated", "reserved", "process")
-    return {
-        "seconds": seconds,
-        "repeats": len(counted),
-        "spread": spread([step["seconds"]["step"] for step in counted]),
-        "rollout_tokens_per_s": sequences * result["completion"] / seconds["rollout"],
-        "training_tokens_per_s": sequences * (result["prompt"] + result["completion"]) / seconds["training"],
-        "swap_ms": 1e3 * seconds["swap"],
-        "logp_diff_mean": statistics.fmean(differences) if None not in differences else None,
-        "peak_gb": {name: max(step["memory"][name] for step in figures["steps"]) / GB for name in peaks},
-    }
+    sequences, summaries = result["groups"] * result["generations"], {}
+    for arm, figures in whole.items():
+        counted = figures["steps"][1:]
+        seconds = {name: statistics.median(step["seconds"][name] for step in counted) for name in ("step", *PARTS)}
+        differences = [step["metrics"]["logp_diff_mean"] for step in counted]
+        peaks = ("allocated", "reserved", "process")
+        summaries[arm] = {
+            "seconds": seconds,
+            "repeats": len(counted),
+            "spread": spread([step["seconds"]["step"] for step in counted]),
+            "rollout_tokens_per_s": sequences * result["completion"] / seconds["rollout"],
+            "training_tokens_per_s": sequences * (result["prompt"] + result["completion"]) / seconds["training"],
+            "swap_ms": 1e3 * seconds["swap"],
+            "logp_diff_mean": statistics.fmean(differences) if None not in differences else None,
+            "peak_gb": {name: max(step["memory"][name] for step in figures["steps"]) / GB for name in peaks},
+        }
+    return summaries
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -437,31 +414,18 @@ def show(result: Mapping[str, Any]) -> None:
         columns = ["seconds\nof a step", "step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s"]
         columns += ["swap\nms", "log p\ndifference", "peak GB,\ntorch", "peak GB,\nprocess"]
         first = next(iter(summary.values()))["seconds"]["step"]
-        rows = [_step_row(arm, figures, first) for arm, figures in summary.items()]
-        console.print(table(f"GRPO step: {title(result)}; arms {result['order']}", columns, rows))
+        rows = []
+        for arm, of in summary.items():
+            seconds, difference = of["seconds"], of["logp_diff_mean"]
+            cells = [arm, f"{seconds['step']:.2f} {around(of['spread'])}", f"{first / seconds['step']:.2f}x"]
+            cells += [f"{seconds[part]:.2f}" for part in PARTS]
+            cells += [f"{of['rollout_tokens_per_s']:,.0f}", f"{of['training_tokens_per_s']:,.0f}"]
+            cells += [f"{of['swap_ms']:.1f}", "" if difference is None else f"{difference:.4f}"]
+            rows.append([*cells, *(f"{of['peak_gb'][kind]:.1f}" for kind in ("allocated", "process"))])
+        work = (
+            f"{result['shape']} shapes, {result['groups']} groups of {result['generations']}, {result['prompt']} "
+            f"tokens in and {result['completion']} out, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
+        )
+        console.print(table(f"GRPO step: {work}; arms {result['order']}", columns, rows))
     cached_tokens = result["groups"] * result["generations"] * (result["prompt"] + result["completion"])
     show_remarks(console, result["arms"], cached_tokens)
-
-
-def _step_row(arm: str, figures: Mapping[str, Any], first: float) -> list[str]:
-    seconds, difference, peak = figures["seconds"], figures["logp_diff_mean"], figures["peak_gb"]
-    return [
-        arm,
-        f"{seconds['step']:.2f} {around(figures['spread'])}",
-        f"{first / seconds['step']:.2f}x",
-        *(f"{seconds[part]:.2f}" for part in PARTS),
-        f"{figures['rollout_tokens_per_s']:,.0f}",
-        f"{figures['training_tokens_per_s']:,.0f}",
-        f"{figures['swap_ms']:.1f}",
-        "" if difference is None else f"{difference:.4f}",
-        f"{peak['allocated']:.1f}",
-        f"{peak['process']:.1f}",
-    ]
-
-
-def title(result: Mapping[str, Any]) -> str:
-    """Say what was measured, in one line."""
-    return (
-        f"{result['shape']} shapes, {result['groups']} groups of {result['generations']}, {result['prompt']} tokens in "
-        f"and {result['completion']} out, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
-    )

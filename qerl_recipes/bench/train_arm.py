@@ -23,9 +23,9 @@ import torch
 from transformers import TrainerCallback
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.arms import answer
+from qerl_recipes.bench.arms import Figures, answer
 from qerl_recipes.bench.rollout_arm import FP8
-from qerl_recipes.bench.train import FP8_ENGINE, NAME, Request
+from qerl_recipes.bench.train import FP8_ENGINE, NAME
 from qerl_recipes.hooks import DatasetLoader, RewardFactory, StartEngine, get_plugin_manager, implementation
 from qerl_recipes.machine.gpu import Gpu, this_gpu, used_bytes
 from qerl_recipes.memory import plan as memory_plan
@@ -218,18 +218,18 @@ class TimedSteps(TrainerCallback):
 
 
 # builds the trainer of a request, and returns it with its timer and the context in which it trains
-Begin = Callable[[Request], tuple[Any, type[TimedSteps], AbstractContextManager[None]]]
+Begin = Callable[[Figures], tuple[Any, type[TimedSteps], AbstractContextManager[None]]]
 
 
-def begin(request: Request) -> tuple[Any, type[TimedSteps], AbstractContextManager[None]]:
+def begin(request: Figures) -> tuple[Any, type[TimedSteps], AbstractContextManager[None]]:
     """Build the trainer of ``qerl train``."""
     get_plugin_manager().register(sys.modules[__name__])
-    settings = parse(request.flags)
+    settings = parse(request["flags"])
     output_dir = settings[1].output_dir
     checked = preflight.make(*settings)
     gpu = this_gpu()
     if gpu is not None:
-        gpu = Gpu(request.memory or gpu.memory, gpu.is_hopper)
+        gpu = Gpu(request["memory"] or gpu.memory, gpu.is_hopper)
     plan = None if gpu is None else memory_plan.make(*settings, gpu=gpu)
     with explained(plan, output_dir):
         trainer = train.build(checked)
@@ -238,15 +238,15 @@ def begin(request: Request) -> tuple[Any, type[TimedSteps], AbstractContextManag
     return trainer, TimedSteps, explained(plan, output_dir, trainer)
 
 
-def measure(fields: Mapping[str, Any], figures: dict[str, Any], begin: Begin = begin) -> None:
+def measure(request: Figures, figures: Figures, begin: Begin = begin) -> None:
     """Load and make the steps; fill ``figures`` as they come."""
-    request = Request(**fields)
     if torch.cuda.is_available():
         Memory.others = used_bytes()
     began = time.perf_counter()
-    if not Path(request.base, "config.json").is_file():
+    if not Path(request["base"], "config.json").is_file():
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        random_model.write(request.base, request.config, packed=request.packed, seed=request.seed, device=device)
+        of_base = {"packed": request["packed"], "seed": request["seed"], "device": device}
+        random_model.write(request["base"], request["config"], **of_base)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     written = time.perf_counter()

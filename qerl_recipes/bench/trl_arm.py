@@ -20,7 +20,6 @@ import torch
 import trl
 
 from qerl_recipes.bench.arms import Figures, answer
-from qerl_recipes.bench.train import Request
 from qerl_recipes.bench.train_arm import Memory, TimedSteps, measure, now, random_prompts, random_reward
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
 
@@ -93,18 +92,17 @@ class TimedTRLSteps(TimedSteps):
             self.answers[-1]["metrics"] = {name: logs[of_trl] for name, of_trl in METRICS.items() if of_trl in logs}
 
 
-def begin(request: Request) -> tuple[trl.GRPOTrainer, type[TimedSteps], AbstractContextManager[None]]:
+def begin(request: Figures) -> tuple[trl.GRPOTrainer, type[TimedSteps], AbstractContextManager[None]]:
     """Build TRL's trainer as its script ``trl grpo`` does."""
     if not torch.cuda.is_available():
         help_on_a_cpu()
-    settings, model = trl.TrlParser((trl.GRPOConfig, trl.ModelConfig)).parse_args_and_config(request.flags)
+    settings, model = trl.TrlParser((trl.GRPOConfig, trl.ModelConfig)).parse_args_and_config(request["flags"])
     settings.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
-    assert request.data is not None
     trainer = trl.GRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=random_reward,
         args=settings,
-        train_dataset=random_prompts(**request.data),
+        train_dataset=random_prompts(**request["data"]),
         peft_config=trl.get_peft_config(model),
     )
     return trainer, TimedTRLSteps, nullcontext()
@@ -128,4 +126,4 @@ def help_on_a_cpu() -> None:
 
 
 if __name__ == "__main__":
-    answer(lambda fields, figures: measure(fields, figures, begin))
+    answer(lambda request, figures: measure(request, figures, begin))
