@@ -196,10 +196,7 @@ def mean_step(kernels: "pd.DataFrame", steps: int) -> dict[str, Any]:
 
 
 def cpu_work(events: Iterable[Mapping[str, Any]], graphs: int) -> list[float]:
-    """Return how long the engine's process worked between the launches of two steps, waits for the GPU left out.
-
-    There is one number for each step but the first FILLING and the last; a step launches ``graphs`` CUDA graphs.
-    """
+    """Return how long the CPU worked between the launches of two steps of ``graphs`` CUDA graphs, without its waits."""
     calls = sorted((event for event in events if event.get("cat") in CALLS), key=lambda event: event["ts"])
     launches = [event["ts"] for event in calls if "GraphLaunch" in event["name"]][FILLING * graphs :: graphs]
     waits = [(event["ts"], event["dur"]) for event in calls if re.search(WAITS, event["name"])]

@@ -33,10 +33,7 @@ OURS = r"Qerl\w*Method|_\w+Experts"  # the other arms: whichever kernel the plug
 
 
 def chosen(llm: "LLM") -> list[dict[str, Any]]:
-    """Return each pair of method and kernel with the number of layers that it serves, the most frequent first.
-
-    Head, embeddings and the routers of a mixture are left out: all arms have them in 16 bits.
-    """
+    """Return method, kernel and number of layers, the most frequent first; what is 16-bit in all arms is left out."""
     return llm.apply_model(_of_model)[0]
 
 

@@ -205,11 +205,7 @@ def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def pause(arms: int, tensor_parallel: int) -> float:
-    """Return the seconds to wait between two turns of ``arms`` engines.
-
-    Where there is not a processor for every process, the workers of the arm before would take one from those that are
-    measured, for a second each time.
-    """
+    """Return the seconds that workers need to fall asleep between turns; 0 where each process has a processor."""
     processes = arms * (1 + tensor_parallel)
     is_crowded = tensor_parallel > 1 and arms > 1 and processes > len(os.sched_getaffinity(0))
     return 1.2 * BUSY if is_crowded else 0.0
@@ -325,21 +321,14 @@ def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
 
 
 def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return the tokens per second of the median repeat, and the spread of the repeats.
-
-    Both are None for a decoding of which nothing is left once the prefill is taken off, as where a machine at work on
-    something else prefilled slowly.
-    """
+    """Return the tokens per second of the median repeat, and the spread; None if the prefill took longer than all."""
     if statistics.median(seconds) <= 0:
         return {"tokens_per_s": None, "spread": None}
     return {"tokens_per_s": tokens / statistics.median(seconds), "spread": spread(seconds)}
 
 
 def _print(result: dict[str, Any]) -> None:
-    """Print a row for each arm that was measured completely.
-
-    Ratios are to the faster BF16 arm of the table, without one to its first arm.
-    """
+    """Print a row for each whole arm, with ratios to the faster BF16 arm, without one to the first."""
     from rich.console import Console
 
     console = Console(width=160)

@@ -37,10 +37,7 @@ FEW = (16, 64)  # of unequal lengths: the share of the time is noted in which fe
 
 
 class Case(NamedTuple):
-    """Describe ``batch`` sequences of ``input`` tokens, with ``output`` tokens sampled for each.
-
-    Where ``lengths`` are given, one for each sequence, these are sampled, and ``output`` is the longest.
-    """
+    """Describe ``batch`` sequences of ``input`` tokens, of which each samples ``output``, or its own of ``lengths``."""
 
     batch: int
     input: int
@@ -163,10 +160,7 @@ def profile(request: Figures, figures: Figures) -> None:
 
 
 def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
-    """Start the arm's engine, note its kernels and install its adapter.
-
-    Raises RuntimeError if the engine runs on other kernels than the arm's name says.
-    """
+    """Start the arm's engine and install its adapter; raise RuntimeError for other kernels than the arm's name says."""
     from qerl_recipes.bench import random_model
     from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy

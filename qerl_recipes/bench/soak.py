@@ -83,10 +83,7 @@ def run(
 
 
 def seldom(write: Callable[[Verdict], None], every: float = REPORT_EVERY) -> Callable[[Verdict], None]:
-    """Return a function that writes a verdict at once, then at most every so many seconds, and prints how far it is.
-
-    Judging takes minutes, and may be cut short.
-    """
+    """Return a function that writes a verdict at once, then every so many seconds: judging may be cut short."""
     due = 0.0
 
     def report(verdict: Verdict) -> None:
@@ -119,10 +116,7 @@ def server_options(streams: int, api_servers: int = 1, tensor_parallel_size: int
 def measure(
     server: ServerProcess, token: str, folder: str, streams: int, seconds: float, seed: int
 ) -> tuple[Observed, dict[str, float], dict[str, list[int]]]:
-    """Load the server; return what was observed, tokens/s, and the ``own_bytes`` of each process of the server.
-
-    Memory is looked at before the first swap, after each ``ROUND`` of swaps, and at the end.
-    """
+    """Load the server; return what was observed, tokens/s, and each process's ``own_bytes`` as swaps go on."""
     memory: dict[str, list[int]] = {}
 
     def look_at_memory() -> None:

@@ -71,10 +71,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Change:
-    """Say what was served from a moment on.
-
-    ``adapter`` is the number of that version's adapter, None for the start; ``noise`` is (sigma, seed, rollout).
-    """
+    """Say what was served from a moment on: adapter's number (None: the start), noise as (sigma, seed, rollout)."""
 
     version: int
     adapter: int | None
@@ -83,10 +80,7 @@ class Change:
 
 @dataclass
 class Observed(Received):
-    """Hold what a whole load has shown: also the ``changes`` in order, and the ``seconds`` of each kind of change.
-
-    ``aborts`` are the spans of time.monotonic() in which requests were aborted.
-    """
+    """Hold what a load has shown: also ``changes``, ``seconds`` by kind of change, spans of time with ``aborts``."""
 
     changes: list[Change] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -108,10 +102,7 @@ class Observed(Received):
 
 
 def prompts(vocabulary: int, seed: int) -> list[list[int]]:
-    """Draw the prompts.
-
-    None of them fills its last block of a cache: replaying an answer needs what follows the prompt's last token.
-    """
+    """Draw prompts that do not fill the last block of a cache: replaying needs what follows their last token."""
     draw = random.Random(f"{seed}:prompts")
     drawn = [draw.randint(SHORTEST_PROMPT, LONGEST_PROMPT) for _ in range(PROMPTS)]
     lengths = [length + (length % 16 == 0) for length in drawn]  # blocks have 16 tokens, or a multiple of that
@@ -231,10 +222,7 @@ def shares(count: int) -> list[range]:
 
 
 class Streams:
-    """Run ``count`` streams that ask from now on until ``end``; their processes are killed at the end of the block.
-
-    Raises RuntimeError for a process that does not start.
-    """
+    """Run ``count`` streams that ask until ``end``, in processes; raise RuntimeError if one does not start."""
 
     def __init__(self, url: str, model: str, pool: list[list[int]], count: int, seed: int) -> None:
         self._over = SPAWN.Event()
@@ -249,10 +237,7 @@ class Streams:
         kill(process for process, _ in self._children)
 
     def end(self) -> Received:
-        """Ask no new questions, wait for every answer, and return all that was received.
-
-        Raises RuntimeError for a process that does not end, or has died.
-        """
+        """Ask nothing more, and return all that was received; raise RuntimeError for a process stuck or dead."""
         self._over.set()
         total, deadline = Received(), time.monotonic() + PATIENCE
         for _, connection in self._children:
@@ -296,10 +281,7 @@ def push(
     observed: Observed,
     between: Callable[[], None],
 ) -> None:
-    """Swap once a second for ``seconds``; toggle the noise after every fifth swap.
-
-    ``policies`` are the clients by their transports. ``between`` is called after each ``ROUND``.
-    """
+    """Swap once a second for ``seconds``; toggle the noise after every fifth, call ``between`` after each ``ROUND``."""
     began, number = time.monotonic(), 1
     adapter_of = ahead(adapter, 2)
     while time.monotonic() - began < seconds:

@@ -109,10 +109,7 @@ def reference(folder: str, seed: int) -> Replay:
 
 
 def hides(answer: Answer, output: Any) -> bool:
-    """Return True if the prefix cache reached the prompt's last token, which computes the answer's first one.
-
-    It does so for a prompt of whole blocks that was asked before, and for two answers that begin alike.
-    """
+    """Return True if the prefix cache reached the prompt's last token, which computes the answer's first one."""
     return output.num_cached_tokens >= len(answer.prompt)
 
 
@@ -186,10 +183,7 @@ class Verdict:
 
 
 def named(policy: str, changes: Sequence[Change]) -> list[int]:
-    """Return the numbers of the changes that an answer may have been computed under, in order.
-
-    The list is empty if ``policy`` names a version that was never served.
-    """
+    """Return the numbers of the changes that an answer may be of, in order; empty for a version never served."""
     ends = policy.split("-")
     first = [i for i, change in enumerate(changes) if str(change.version) == ends[0]]
     last = [i for i, change in enumerate(changes) if str(change.version) == ends[-1]]
@@ -281,10 +275,7 @@ def judge(
     tolerance: float,
     report: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Verdict:
-    """Judge every answer with tokens against every policy that it names; ``replays`` share the policies.
-
-    ``report`` gets what is known so far, after each policy. An error of one of ``replays`` ends the others, too.
-    """
+    """Judge every answer against every policy that it names; ``report`` gets the verdict so far after each policy."""
     judging, lock, ended = _Judging(answers, changes, tolerance), Lock(), Event()
 
     def work(replay: Replay, places: Sequence[int]) -> None:

@@ -170,10 +170,7 @@ def _changes(
     parts_of: Callable[[Any], dict[str, float]],
     before: Callable[[], object] | None = None,
 ) -> Figures:
-    """Measure swaps and changes of noise of a Policy or PolicyClient, with the tensors on ``device``.
-
-    ``parts_of`` returns the parts of its last change; ``before`` is called before each change.
-    """
+    """Measure swaps and noise of a client with tensors on ``device``; ``parts_of`` has the parts of its last change."""
     sent = {name: tensor.to(device) for name, tensor in tensors.items()}
     parts = functools.partial(parts_of, policy)
     return {

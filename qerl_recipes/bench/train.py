@@ -66,10 +66,9 @@ PARTS = ("rollout", "scoring", "training", "swap", "sleep", "rest")  # of a step
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe steps of ``groups`` prompts of ``prompt`` tokens, each with ``generations`` completions.
+    """Describe steps of ``groups`` prompts of ``prompt`` tokens, each with ``generations`` of ``completion`` tokens.
 
-    A completion has ``completion`` tokens. ``overrides`` are flags of ``qerl train`` by name; they override the recipe
-    of every arm. ``recipe_file`` is the recipe that is timed, "" for the benchmark's own.
+    ``overrides`` are flags of ``qerl train`` that override every arm's recipe; ``recipe_file`` is "" for our own.
     """
 
     shape: str
@@ -87,10 +86,7 @@ class Workload:
     def of(
         recipe_file: Path, prompt: int, steps: int, overrides: tuple[tuple[str, str], ...]
     ) -> "tuple[Workload, str]":
-        """Return the steps of a recipe with prompts of ``prompt`` tokens, and the arm that the recipe is.
-
-        Raises ValueError for a recipe that cannot be timed.
-        """
+        """Return the steps of a recipe, and the arm that it is; raise ValueError for one that cannot be timed."""
         script, training, model = parse(["--config", str(recipe_file), *flags(dict(overrides))])
         if (served := steps_per_rollout(training)) > 1:
             raise ValueError(f"{recipe_file}: a rollout serves {served} steps, and a step with a rollout is timed")
@@ -148,10 +144,7 @@ class Workload:
         return {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
 
     def recipe(self, arm: str, *, cuda: bool, engine_share: float | None = None) -> dict[str, Any]:
-        """Return an arm's keys of ``qerl train``, without its paths.
-
-        ``engine_share`` is the engine's share of the GPU's memory.
-        """
+        """Return an arm's keys of ``qerl train``, without its paths, with the engine's share of the GPU's memory."""
         own: dict[str, Any] = {
             "dataset_name": NAME,
             "dataset_kwargs": json.dumps(self.data()),
@@ -208,10 +201,7 @@ def flags(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) -> tuple[tuple[str, str], ...]:
-    """Return ``--key value`` and ``--key=value`` as pairs.
-
-    Raises ValueError for anything else, and for the keys ``fixed``, which the benchmark sets itself.
-    """
+    """Return ``--key value`` and ``--key=value`` as pairs; raise ValueError for others and for ``fixed`` keys."""
     words = list(arguments)
     pairs: list[tuple[str, str]] = []
     while words:

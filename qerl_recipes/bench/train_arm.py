@@ -121,10 +121,7 @@ class FP8Rollouts(VLLMRollouts):
     sleep_level = 2  # discards the weights, since a sync brings all of them
 
     def sync_weights(self) -> None:
-        """Give the engine all weights of the policy.
-
-        Raises RuntimeError if keys and values of the policy before stay in its prefix cache.
-        """
+        """Give the engine all weights of the policy; raise RuntimeError if the prefix cache of the one before stays."""
         self._wake()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(self.model)})
         if not self.llm.reset_prefix_cache():
@@ -143,10 +140,7 @@ class FP8Rollouts(VLLMRollouts):
 
 @torch.no_grad()
 def merged_weights(model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each weight of the base under its checkpoint's name, with the adapter added as PEFT merges it.
-
-    One merged weight exists at a time, and the model stays as it is.
-    """
+    """Yield each weight of the base by its checkpoint's name, adapter added; one merged weight exists at a time."""
     base = model.get_base_model()
     for name, parameter in base.named_parameters():
         layer, is_adapted, leaf = name.partition(".base_layer.")

@@ -109,11 +109,7 @@ def begin(request: Figures) -> tuple[trl.GRPOTrainer, type[TimedSteps], Abstract
 
 
 def help_on_a_cpu() -> None:
-    """Start TRL's engine as all engines on a CPU, and let vLLM keep each weight, into which TRL loads.
-
-    TRL names no such options, and without them vLLM compiles the model. Each weight of a linear layer is otherwise
-    packed and dropped there.
-    """
+    """Start TRL's engine uncompiled, as all on a CPU, and let vLLM keep each weight, into which TRL loads."""
     from trl.generation import vllm_generation
     from vllm import LLM
     from vllm.model_executor.layers import utils

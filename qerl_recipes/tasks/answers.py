@@ -20,10 +20,7 @@ Completion = str | list[dict[str, Any]]  # for a conversational prompt, a list o
 
 
 def text_of(completion: Completion) -> str:
-    """Return a completion's text: the completion itself, or what the policy's last message says, "" if there is none.
-
-    Messages of tools do not count.
-    """
+    """Return a completion's text: itself, or what the policy's last message says, "" if there is none."""
     if isinstance(completion, str):
         return completion
     return next((str(one["content"]) for one in reversed(completion) if one["role"] == "assistant"), "")
@@ -60,10 +57,7 @@ def answer_in(text: str) -> str | None:
 
 
 def written(value: Any) -> str:
-    """Return an answer of the data as text: "" for None.
-
-    A float is written without an exponent: 1e22 has 23 digits.
-    """
+    """Return an answer of the data as text: "" for None, a float without an exponent (1e22 has 23 digits)."""
     if value is None:
         return ""
     return format(Decimal(repr(value)), "f") if isinstance(value, float) and isfinite(value) else str(value)

@@ -89,10 +89,7 @@ def script_for(program: str, tests: Sequence[Sequence[str]]) -> str:
 
 
 def judge_of(script: ScriptArguments) -> Judge:
-    """Return the judge that ``code_provider`` names.
-
-    Raises ConfigError for an unknown one, and where a package, a key or an address of it is missing.
-    """
+    """Return the judge that ``code_provider`` names; raise ConfigError for an unknown one or what it lacks."""
     providers = {"e2b": _e2b, "morph": _morph, "piston": _piston, "local": _local}
     if script.code_provider not in providers:
         raise ConfigError(

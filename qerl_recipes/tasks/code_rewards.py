@@ -108,8 +108,7 @@ def _share(script: ScriptArguments) -> Callable[[str, Mapping[str, Any]], float]
 def _reward(name: str, scored: Scorer, parallel: int, *columns: str) -> Reward:
     """Return the reward ``name``, which scores ``parallel`` completions at a time and needs ``columns`` of the data.
 
-    ``scored(text, problem)`` scores one; ``problem`` has all of the row's columns. Where it raises an exception, the
-    score is None, and the first time there is a warning.
+    Where ``scored(text, row)`` raises an exception, the score is None, and the first time there is a warning.
     """
     warned = False
 

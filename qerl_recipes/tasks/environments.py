@@ -237,10 +237,7 @@ def _schema_problems(interaction: Interaction) -> Iterator[str]:
 
 
 def row_problems(interaction: Interaction, split: str, columns: Sequence[str], names: Iterable[Any]) -> Iterator[str]:
-    """Yield a line for each thing in the data that environments cannot take.
-
-    ``columns`` are those of the ``split``, and ``names`` the values of the column ``environment``.
-    """
+    """Yield a line for each thing in ``columns`` and each row's ``names`` that environments cannot take."""
     if not interaction.environments or interaction.lacks_some:
         return
     if None not in interaction.environments:
@@ -324,10 +321,7 @@ def refuse_failing_resets(interaction: Interaction, rows: Dataset, run_seed: int
 
 
 def rendering(tokenizer: PreTrainedTokenizerBase, templates: Templates, interaction: Interaction) -> Mapping[str, Any]:
-    """Return the options with which TRL renders prompts: ``chat_template_kwargs``, and a template of its own.
-
-    Raises ConfigError if the chat template cannot render calls, or if nobody knows how to find them in a completion.
-    """
+    """Return the options with which TRL renders prompts; raise ConfigError where calls cannot be rendered or found."""
     options = templates.chat_template_kwargs or {}
     if not interaction.has_calls():
         return options

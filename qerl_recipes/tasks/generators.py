@@ -32,10 +32,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Generator:
-    """Draw different problems; the same seed always gives the same ones.
-
-    ``draw`` makes one random problem. ``held_out_count`` problems are held out.
-    """
+    """Draw different problems by ``draw``, the same for the same seed; ``held_out_count`` of them are held out."""
 
     name: str
     draw: Callable[[random.Random], Problem]
@@ -52,10 +49,7 @@ class Generator:
         return drawn
 
     def held_out(self, count: int | None = None) -> list[Problem]:
-        """Return the first ``count`` of the problems that only evaluation uses, whatever the seed of a run.
-
-        None returns all of them.
-        """
+        """Return the first ``count`` (None: all) of the problems that only evaluation uses, whatever a run's seed."""
         return self.problems(self.held_out_count, HELD_OUT_SEED)[:count]
 
     def training_set(self, count: int, seed: int) -> Dataset:

@@ -17,10 +17,7 @@ from qerl_recipes.tasks.prompts import read
 
 
 def lines(recipe: str | Path) -> str:
-    """Return the held-out problems as JSON lines, ``{"prompt", "answer"}``.
-
-    Raises ConfigError for a recipe whose data hold out no problems with an answer.
-    """
+    """Return the held-out problems as JSON lines, ``{"prompt", "answer"}``; raise ConfigError if there are none."""
     script, _, _ = parse(["--config", str(recipe)])
     _, held_out = read(script, collect("qerl_datasets"))
     if not (text := as_lines(held_out)):

@@ -85,10 +85,7 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
 
 
 def of_environment(script: ScriptArguments, count: int) -> Dataset:
-    """Return ``count`` empty prompts, to which an environment with data of its own adds its text.
-
-    Raises ConfigError for a key that says which problems of a data set to take.
-    """
+    """Return ``count`` empty prompts, for an environment's text; raise ConfigError for keys of a data set."""
     keys = ("dataset_kwargs", "dataset_config", "dataset_size", "dataset_prompt_column", *SPLIT_KEYS)
     refuse_unread(script, "an environment without dataset_name", *keys)
     return Dataset.from_dict({"prompt": [NOTHING] * count})
@@ -102,11 +99,9 @@ def _part(source: str, split: str) -> str:
 def _keys(
     data: Dataset, script: ScriptArguments, part: str, may_be_empty: bool, rows: Sequence[int] | None = None
 ) -> list[str]:
-    """Return a text for each prompt; two texts are equal where the prompts are. Prompts without any text have none.
+    """Return a text for each prompt that has any, equal where the prompts are.
 
-    ``part`` names the data, ``rows`` are their places in it. Raises ConfigError, with the row, for a prompt that is
-    neither text nor messages, or that is empty where it must not be. The same holds for a system message beside the
-    recipe's ``system_prompt``.
+    Raises ConfigError, with its row in ``part``, for a prompt that is malformed, or empty where it must not be.
     """
     prompts = data["prompt"][:]
     for row, prompt in zip(rows or range(len(prompts)), prompts, strict=True):
@@ -213,10 +208,7 @@ def _conversational(
 def ids(
     prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> list[int]:
-    """Return the token ids of a prompt as the rollout will see it.
-
-    ``options`` are the recipe's ``chat_template_kwargs``.
-    """
+    """Return the token ids of a prompt as the rollout will see it, with the recipe's ``chat_template_kwargs``."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)

@@ -35,10 +35,7 @@ def _task(specification: str) -> Any:
 
 
 def problems(task: str, size: int, seed: int, options: Any = None) -> Any:
-    """Return reasoning-gym's own data set: a sequence of ``{"question", "answer", "metadata"}``.
-
-    Raises ConfigError for a task or options that reasoning-gym refuses.
-    """
+    """Return reasoning-gym's ``{"question", "answer", "metadata"}`` in a row; raise ConfigError for what it refuses."""
     return _task(_specification(task, size, seed, options))
 
 
@@ -63,10 +60,7 @@ def _table(specification: str, entries: dict[int, dict[str, Any]]) -> Dataset:
 
 
 def _different(specification: str, count: int) -> Dataset:
-    """Return the first ``count`` different problems.
-
-    If there are fewer, return only a quarter of them, so that the rest can be trained on.
-    """
+    """Return the first ``count`` different problems; of fewer a quarter, so that the rest can be trained on."""
     indices: dict[str, int] = {}  # question -> index
     for i in range(len(_task(specification))):
         indices.setdefault(_entry(specification, i)["question"], i)
@@ -95,10 +89,7 @@ def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
 
 
 def scores(completions: list[str], reasoning_gym: list[str], **columns: Any) -> list[float]:
-    """Return the task's own score, 0 to 1, of the answer in each completion's last block or box.
-
-    A completion without an answer scores 0.
-    """
+    """Return the task's own score, 0 to 1, of the answer in each completion's last block or box; 0 without one."""
     results = []
     for text, reference in zip(completions, reasoning_gym, strict=True):
         problem = json.loads(reference)

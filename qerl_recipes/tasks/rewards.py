@@ -57,10 +57,7 @@ def format(completions: list[str], **columns: Any) -> list[float]:
 
 
 def soft_format(completions: list[str], **columns: Any) -> list[float]:
-    """Give 1 for a think block followed by an answer block; else 0.
-
-    They may be anywhere in the completion, with any white space between them.
-    """
+    """Give 1 for a think block followed by an answer block, anywhere and with any white space between them; else 0."""
     return [float(SOFT_THINK_THEN_ANSWER.search(text) is not None) for text in completions]
 
 
@@ -136,10 +133,7 @@ def code_format(script: ScriptArguments) -> Reward:
 
 
 def accuracy(completions: list[Completion], solution: list[Any], **columns: Any) -> list[float | None]:
-    """Give 1 if the LaTeX answer of the completion equals the solution, else 0; None for an unreadable solution.
-
-    A solution may be a number. It is converted to text, since math-verify reads only text.
-    """
+    """Give 1 if the LaTeX answer equals the solution (a text or a number), else 0; None for an unreadable solution."""
     from trl.rewards import accuracy_reward
 
     return accuracy_reward(*_for_math_verify(completions, solution), log_extra=columns.get("log_extra"))
@@ -151,10 +145,7 @@ def _for_math_verify(completions: list[Completion], solution: list[Any]) -> tupl
 
 
 def dapo_score(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
-    """Give 1 if the answer equals the solution, else -1; None for an unreadable solution.
-
-    Source: DAPO (arXiv 2503.14476), equation 7.
-    """
+    """Give 1 if the answer equals the solution, else -1; None for an unreadable one (arXiv 2503.14476, equation 7)."""
     return [None if right is None else 2 * right - 1 for right in accuracy(completions, solution)]
 
 
@@ -235,10 +226,7 @@ def soft_overlong_punishment(script: ScriptArguments) -> Reward:
 
 
 def _plain(reward: Callable[..., list[float]], name: str | None = None) -> RewardFactory:
-    """Return a factory for a reward that takes plain texts and has no settings.
-
-    Metrics call it ``name``; the default is the function's own name.
-    """
+    """Return a factory for a reward of plain texts without settings; metrics call it ``name``, or as the function."""
 
     def accept_messages(completions: list[Completion], **columns: Any) -> list[float]:
         return reward([text_of(completion) for completion in completions], **columns)
@@ -285,10 +273,7 @@ def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFa
 
 
 def required_columns(reward: Reward) -> set[str]:
-    """Return the columns that a reward needs.
-
-    They are its parameters without a default, except those that TRL passes itself.
-    """
+    """Return the columns that a reward needs: its parameters without a default, but for those that TRL passes."""
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {
         name
@@ -316,10 +301,7 @@ def refuse_infinite(values: "torch.Tensor", names: Sequence[str], prompts: Calla
 
 
 def answer_problems(reward: str, rows: "Dataset", split: str) -> Iterator[str]:
-    """Yield one line for each reason why the built-in ``reward`` cannot compare with the column it reads.
-
-    Other rewards are not checked, nor is a missing column. ``split`` is the name of the ``rows`` in the message.
-    """
+    """Yield a line for each reason why the built-in ``reward`` cannot compare with its column in a ``split``."""
     if reward in ("code", "binary_code") and "verification_info" in rows.column_names:
         yield from code_rewards.data_problems(reward, rows, split)
     column, kinds = COMPARED.get(reward, ("", ()))

@@ -127,10 +127,7 @@ def run(
 
 @functools.cache
 def kind() -> str:
-    """Return how programs are shut in on this machine: ``namespaces``, ``own user`` or ``limits``.
-
-    Warns once where it is not ``namespaces``. Raises SandboxError for root where neither of the first two works.
-    """
+    """Return how programs are shut in here, and warn once of what is lacking; raise SandboxError for a root without."""
     is_root = os.geteuid() == 0
     reasons = []
     for possible in (NAMESPACES, OWN_USER if is_root else LIMITS):
@@ -197,10 +194,9 @@ def _interpreter() -> list[str]:
 
 
 def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: float) -> tuple[int | None, float]:
-    """Run the launcher to the end of its program, and kill what is left.
+    """Run the launcher to its program's end, and kill what is left; return status (None: disk full) and CPU seconds.
 
-    Returns the status, None once the disk is used up, and the CPU seconds. Raises SandboxError if the launcher has not
-    come as far as the program, or not to its end in ``longest`` seconds.
+    Raises SandboxError if the launcher has not come as far as the program, or not to its end in ``longest`` seconds.
     """
     command = [PYTHON, "-IS", str(LAUNCHER)]
     if settings["namespaces"]:
@@ -263,10 +259,7 @@ def _size(folder: str) -> int:
 
 
 def _kill_strays(folder: Path, uid: int | None) -> None:
-    """Kill the processes of a program that have left its process group.
-
-    They are all of user ``uid``; where it is None, those whose environment or working folder is that of the program.
-    """
+    """Kill the processes that have left a program's group: those of user ``uid``, or with its environment or folder."""
     if uid is not None:  # the kernel kills all that a user may kill at once: none can start another meanwhile
         kill = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, {signal.SIGKILL:d})"
         subprocess.run([PYTHON, "-ISc", kill], stderr=subprocess.DEVNULL)

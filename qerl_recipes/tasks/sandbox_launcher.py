@@ -29,10 +29,7 @@ def checked(result: int, what: str) -> None:
 
 
 def close_file_system(libc: ctypes.CDLL, settings: dict) -> None:
-    """Hide the home folder but for ``visible``, make all else read-only, and put an empty file system over ``folder``.
-
-    The last has ``disk`` bytes and belongs to the program.
-    """
+    """Hide the home folder but for ``visible``; make all read-only but ``folder``, a file system of ``disk`` bytes."""
     home, folder, owner = settings["home"], settings["folder"], settings["uid"] or 0
     if home != "/" and os.path.isdir(home):
         inside = {path: os.open(path, os.O_PATH) for path in settings["visible"] if path.startswith(f"{home}/")}

@@ -82,10 +82,7 @@ def _encoding_flaw(file: Path) -> str | None:
 
 
 def _flaw(path: Path) -> str | None:
-    """Name the first flaw in a JSON file, or in those of a folder, that no reader accepts; None if there is none.
-
-    The text names the file, the line and the way out.
-    """
+    """Name the first flaw in a file or folder of JSON that no reader accepts, with line and way out, or None."""
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in (file for file in files if file.is_file() and READERS.get(file.suffix) == "json"):
         if (flaw := _encoding_flaw(file)) is not None:
@@ -107,10 +104,7 @@ def _flaw(path: Path) -> str | None:
 
 
 def _reason(path: Path, error: BaseException) -> str:
-    """Say why ``datasets`` cannot read an existing path.
-
-    The text is that of the first cause, which names row or column.
-    """
+    """Say why ``datasets`` cannot read an existing path, by the first cause, which names row or column."""
     while error.__cause__ is not None:
         error = error.__cause__
     nothing = isinstance(error, StopIteration | EmptyDataError) or "corresponds to no data" in str(error)
@@ -120,9 +114,8 @@ def _reason(path: Path, error: BaseException) -> str:
 
 
 def _load(place: str, **options: Any) -> DatasetDict:
-    """Return ``datasets.load_dataset`` of a local file or folder, with CSV files read as text.
+    """Return ``datasets.load_dataset`` of a file or folder, with CSV read as text unless a README defines the columns.
 
-    007 is then not read as 7, nor NA as a missing answer. A folder's README may define the columns; then it decides.
     Raises ConfigError if CSV files have different columns: those that the first file lacks would be lost.
     """
     with TemporaryDirectory() as cache:  # the usual cache may hold columns from an earlier reading
@@ -173,10 +166,7 @@ def from_files(script: ScriptArguments, name: str, config: str | None) -> Splits
 
 
 def _rows(splits: DatasetDict, key: str, spec: str) -> dict[str, range] | None:
-    """Return the rows that a split such as ``train`` or ``train[:80%]`` names, by the split they are in.
-
-    Returns None if there is no such split.
-    """
+    """Return the rows that a split such as ``train[:80%]`` names, by the split they are in; None if there is none."""
     if spec in splits:
         return {spec: range(len(splits[spec]))}
     if {part.partition("[")[0].strip() for part in spec.split("+")} - set(splits):
@@ -211,10 +201,7 @@ def refuse_unread(script: ScriptArguments, source: str, *keys: str) -> None:
 
 
 def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "") -> Dataset:
-    """Return ``data`` with renamed columns.
-
-    An existing column that has a new name is dropped. Raises ConfigError for a missing column.
-    """
+    """Return ``data`` with renamed columns, which replace others of that name; raise ConfigError for a missing one."""
     missing = sorted(set(names) - set(data.column_names))
     if missing:
         has = f"{source} has no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
@@ -236,21 +223,14 @@ def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
 
 
 def from_name(script: ScriptArguments) -> Splits:
-    """Load a local file, a local folder or a hub id.
-
-    ``dataset_kwargs.columns`` renames columns, {old: new}.
-    """
+    """Load a local file, a local folder or a hub id; ``dataset_kwargs.columns`` renames columns, {old: new}."""
     names, source = options(script, {"columns"}).get("columns", {}), str(script.dataset_name)
     splits = from_files(script, source, script.dataset_config)
     return map_splits(splits, lambda data: rename(data, names, source))
 
 
 def mixture(script: ScriptArguments) -> Splits:
-    """Load Open-R1's ``dataset_mixture``: parts of several data sets with the same columns, shuffled by its seed.
-
-    Its form is ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``. ``weight`` is the share
-    of a part to take.
-    """
+    """Load ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``; ``weight`` is a share."""
     settings = dict(script.dataset_mixture or {})  # type: ignore[arg-type]
     source = "dataset_mixture (its parts have a config and a split each, and test_split_size)"
     refuse_unread(script, source, "dataset_kwargs", "dataset_config", *SPLIT_KEYS)
@@ -287,10 +267,7 @@ def mixture(script: ScriptArguments) -> Splits:
 def _known(
     hub_id: str, config: str | None, questions: tuple[str, ...], to_row: Callable[[dict[str, Any]], dict[str, str]]
 ) -> DatasetLoader:
-    """Return a loader for a data set with a known schema.
-
-    It reads the data set of the hub, or a file with the same columns at ``dataset_kwargs.path``.
-    """
+    """Return a loader for a data set of the hub, or a file with the same columns at ``dataset_kwargs.path``."""
 
     def load(script: ScriptArguments) -> Splits:
         path = options(script, {"path"}).get("path")
@@ -317,10 +294,7 @@ def _final_number(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _closed_form(row: dict[str, Any]) -> dict[str, str]:
-    """Convert a row with a closed-form answer, from whichever column holds it.
-
-    The solution gets dollars around it unless it is marked as LaTeX: math-verify reads LaTeX between dollars.
-    """
+    """Convert a row with a closed-form answer, between dollars unless it is marked: math-verify reads LaTeX so."""
     candidates = row.get("answer"), row.get("solution"), (row.get("reward_model") or {}).get("ground_truth")
     answer = next((text for candidate in candidates if candidate is not None and (text := str(candidate).strip())), "")
     marked = "$" in answer or "\\boxed" in answer or "\\(" in answer

@@ -71,7 +71,7 @@ def versions(header: str | None) -> tuple[int, int]:
 class QerlAsyncGRPOTrainer(AsyncGRPOTrainer):
     """Train a LoRA adapter on the checkpoint folder ``model``; the other arguments are TRL's, without their transfers.
 
-    Raises ValueError for a second process, for a missing adapter, and for a server that serves no resident adapter.
+    Raises ValueError for a second process, and for a server that lacks a token or a resident adapter.
     """
 
     def __init__(

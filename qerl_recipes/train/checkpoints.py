@@ -107,10 +107,7 @@ class SavingTrainer(GRPOTrainer):
         )
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter to ``folder``, whole or not at all, in place of an earlier one.
-
-        Raises OSError if the folder cannot be written.
-        """
+        """Write the adapter to ``folder``, whole or not at all, over an earlier one; raise OSError if it cannot."""
         self._check_weights()
         if self.is_world_process_zero():
             with _explaining_failure(f"the adapter {folder}", folder), self._becomes(folder):
@@ -238,10 +235,7 @@ torch.serialization.register_package(15, lambda storage: None, _on_a_cpu)
 
 @contextlib.contextmanager
 def _explaining_failure(what: str, folder: Path) -> Iterator[None]:
-    """Turn any library's failure to write ``what`` into an OSError that names the free space and the way out.
-
-    ``folder`` is where ``what`` is to be saved; earlier checkpoints are untouched.
-    """
+    """Turn any library's failure to write ``what`` in ``folder`` into an OSError with free space and way out."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -15,11 +15,7 @@ class Diverged(ValueError):
 
 
 def check_step(step: int, loss: float, grad_norm: float, args: GRPOConfig, *, is_half: bool) -> None:
-    """Raise Diverged if ``loss`` or ``grad_norm`` is not finite; ``step`` has yet to be taken.
-
-    Both numbers are over all processes, so that all of them stop. ``is_half`` says that the trainer computes in
-    float16.
-    """
+    """Raise Diverged if ``loss`` or ``grad_norm``, both over all processes, is not finite before ``step`` is taken."""
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         what = f"step {step} is not taken: its loss is {loss:g} and the gradient norm is {grad_norm:g}"
         raise Diverged(f"{what}. {_way_out(args, is_half)}")

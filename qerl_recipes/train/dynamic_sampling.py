@@ -77,10 +77,7 @@ def judged_by(
 
 
 def informative_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Mark the groups whose rewards differ: ``rewards: (groups * num_generations,)`` -> bool ``(groups,)``.
-
-    NaN marks a completion without a value; it is left out.
-    """
+    """Mark the groups whose rewards differ, NaN left out: (groups * num_generations,) -> bool (groups,)."""
     grouped = rewards.view(-1, num_generations)
     largest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     smallest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
@@ -214,10 +211,7 @@ def replace_groups(
 
 
 def update_table(table: Mapping[str, Any], refilled: Refilled, num_generations: int) -> None:
-    """Update TRL's table of completions in place, so that it shows those that are trained on.
-
-    A table is a trainer's ``_logs``: columns, or mappings of columns, with the rows of all processes.
-    """
+    """Update TRL's table (columns, or mappings of columns), so that it shows the completions that are trained on."""
     for pairs, fresh_groups, fresh_table in refilled.rounds:
         for column, scored in _columns(table, fresh_table):
             fresh = list(scored)[-fresh_groups * num_generations :]
