@@ -35,7 +35,7 @@ from qerl_recipes.train import divergence
 from qerl_recipes.train.dynamic_sampling import PromptStream
 from qerl_recipes.train.loss import LossSettings
 from qerl_recipes.train.metrics import MetricsFile
-from qerl_recipes.train.resuming import ResumePoint
+from qerl_recipes.train.preflight import ResumePoint
 
 
 class SavingTrainer(GRPOTrainer):
@@ -56,7 +56,7 @@ class SavingTrainer(GRPOTrainer):
     _seconds_before, _versions_before = 0.0, 0  # of the run before it was resumed
 
     def train(self, resume: ResumePoint | None = None, **kwargs: Any) -> Any:
-        """Train, or go on from the checkpoint that ``resuming.resume_point`` has returned.
+        """Train, or go on from the checkpoint that ``preflight.resume_point`` has returned.
 
         What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. A checkpoint of
         the last step is loaded and nothing is trained; transformers would train one step more.

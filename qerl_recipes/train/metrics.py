@@ -294,13 +294,10 @@ class MetricsFile:
 
     def append(self, record: Mapping[str, object]) -> None:
         """Append one record as a line; numbers that JSON does not have (NaN, infinity) become null."""
-        line = json.dumps({name: _finite(value) for name, value in record.items()})
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}
+        line = json.dumps(finite)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class QuietProgress(ProgressCallback):

@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 from peft import LoraConfig, PeftConfig
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import get_peft_config
 
 from qerl_recipes.files import base_model, run_state
@@ -40,9 +41,7 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.tasks import environments, prompts, rewards
 from qerl_recipes.tasks.environments import Interaction
-from qerl_recipes.train import resuming
 from qerl_recipes.train.dynamic_sampling import TOTAL
-from qerl_recipes.train.resuming import ResumePoint
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
 IMAGES = {"image", "images"}  # columns from which TRL takes pictures
@@ -114,8 +113,9 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
         *checks.server_problems(training),
         *unknown_names(training),
         *lacking(training, model),
-        *_sharing_problems(training),
     ]
+    if training.share_weights and (reason := shared.obstacle(training)):
+        problems.append(f"share_weights: {reason}; use share_weights: false")
     start = _open_start(script, training, problems)
     config = _known_config(model, problems)
     if config is not None:
@@ -132,13 +132,36 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     return Checked(script, training, model, config, rows, list(functions.values()), interaction, start, plan)
 
 
-def resume_point(checked: Checked) -> ResumePoint | None:
-    """Return the checkpoint to resume from, None for a new run; raise CheckpointMismatch for one that does not fit.
+class ResumePoint(NamedTuple):
+    """Hold the checkpoint that a run goes on from, and its state; ``is_finished`` means it is of the last step."""
 
-    Hold the lock on the output folder.
+    folder: Path
+    state: run_state.State
+    is_finished: bool
+
+
+def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint | None:
+    """Return where the run goes on; None for a new run. Hold the lock on its output folder.
+
+    ``recipe`` is what ``run_state.recorded`` returned. Raises CheckpointMismatch for a folder that is not whole, is of
+    another recipe, or ended in the middle of a rollout. It is also raised where a new run would mix its files with
+    those of an earlier one.
     """
-    recipe = recorded(checked.script, checked.training, checked.model)
-    return resuming.resume_point(checked.training, recipe)
+    folder = run_state.starting_point(training.output_dir, training.resume_from_checkpoint)
+    if folder is None:
+        return None
+    state, served = run_state.read_state(folder), checks.steps_per_rollout(training)
+    run_state.check_recipe(state, recipe, folder)
+    reached = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+    is_finished = reached.epoch is not None and reached.epoch > training.num_train_epochs - 1e-6
+    if training.max_steps > 0:
+        is_finished = reached.global_step >= training.max_steps
+    if state.step % served and not is_finished:
+        raise CheckpointMismatch(
+            f"{folder} is of a run that ended in the middle of a rollout, each of which serves {served} steps, and "
+            f"cannot be made longer from there; resume from an earlier checkpoint. {run_state.ANOTHER_RUN}"
+        )
+    return ResumePoint(folder, state, is_finished)
 
 
 def has_ended(checked: Checked, resume: ResumePoint) -> bool:
@@ -217,11 +240,6 @@ def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
         f"an evaluation takes {problems} held-out problems x {group} completions, {size * processes} at a time: the "
         f"last batch is smaller and counts as much as any other{more}; use {change}"
     )
-
-
-def _sharing_problems(training: GRPOConfig) -> Iterator[str]:
-    if training.share_weights and (reason := shared.obstacle(training)):
-        yield f"share_weights: {reason}; use share_weights: false"
 
 
 def _open_start(script: ScriptArguments, training: GRPOConfig, problems: list[str]) -> AdapterFolder | None:

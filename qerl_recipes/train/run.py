@@ -49,21 +49,18 @@ def main(argv: Sequence[str]) -> None:
         _train(script, training, model_config, times)
     except KeyboardInterrupt:
         if training is None or training.process_index == 0:
-            print(f"\nstopped by Ctrl-C; {_what_is_kept(training)}", file=sys.stderr)
+            kept = "nothing has begun"  # the recipe had not been read yet
+            if training is not None:
+                from qerl_recipes.files.run_state import what_is_kept
+
+                kept = what_is_kept(training.output_dir)
+            print(f"\nstopped by Ctrl-C; {kept}", file=sys.stderr)
         raise SystemExit(130) from None
-
-
-def _what_is_kept(training: "GRPOConfig | None") -> str:
-    """Say what an interrupted run leaves; ``training`` is None if its recipe had not been read yet."""
-    if training is None:
-        return "nothing has begun"
-    from qerl_recipes.files.run_state import what_is_kept
-
-    return what_is_kept(training.output_dir)
 
 
 def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig", times: "StartTimes") -> None:
     times.end("checks and data")
+    from qerl_recipes.files import run_state
     from qerl_recipes.machine import gpu
     from qerl_recipes.memory.table import explained
     from qerl_recipes.train import preflight
@@ -74,7 +71,7 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
     if is_main:
         _announce(checked)
     with _locked_output_dir(training):
-        resume = preflight.resume_point(checked)
+        resume = preflight.resume_point(training, run_state.recorded(script, training, model_config))
         if resume is not None and preflight.has_ended(checked, resume):
             if is_main:
                 ended = f"{resume.folder} is of the last step of this run, and its adapter is there"

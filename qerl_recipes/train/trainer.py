@@ -46,7 +46,7 @@ from qerl_recipes.train import divergence, dynamic_sampling, loss, metrics
 from qerl_recipes.train.checkpoints import SavingTrainer
 from qerl_recipes.train.overlap import Begun, Overlap
 from qerl_recipes.train.parts import PartsTrainer
-from qerl_recipes.train.resuming import ResumePoint
+from qerl_recipes.train.preflight import ResumePoint
 from qerl_recipes.train.turns import TurnsTrainer
 
 

@@ -184,7 +184,7 @@ def resume() -> Callable[..., None]:
     True means the last one in the run's folder.
     """
     from qerl_recipes.files.run_state import recorded
-    from qerl_recipes.train.resuming import resume_point
+    from qerl_recipes.train.preflight import resume_point
 
     def go_on(trainer: Any, checkpoint: Path | bool = True) -> None:
         trainer.args.resume_from_checkpoint = checkpoint

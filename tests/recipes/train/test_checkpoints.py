@@ -17,7 +17,7 @@ from qerl_recipes.files.run_state import CheckpointMismatch, read_state
 from qerl_recipes.model import loading, norms
 from qerl_recipes.train.checkpoints import load_adapter
 from qerl_recipes.train.divergence import Diverged
-from qerl_recipes.train.resuming import resume_point
+from qerl_recipes.train.preflight import resume_point
 
 
 def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, make_nvfp4):
