@@ -81,10 +81,7 @@ def ask(
 
 
 def check(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
-    """Raise ValueError for an unusable chat template, or for sampling parameters that vLLM rejects.
-
-    A chat template is unusable if it is missing or leaves the problem out of the prompt.
-    """
+    """Raise ValueError for sampling that vLLM rejects, and a chat template that is missing or hides the problem."""
     if uses_template(tokenizer, sampling):
         system = [{"role": "system", "content": sampling.system_prompt}] if sampling.system_prompt else []
         turns = [*system, {"role": "user", "content": ""}]
@@ -101,11 +98,7 @@ def check(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> bool:
-    """Return True if prompts are built with a chat template.
-
-    Raises ValueError if ``sampling`` asks for a template and there is none, or if ``chat_template_kwargs`` would be
-    ignored because no template is used.
-    """
+    """Return True if prompts are built with a chat template; raise ValueError for none, or options of none."""
     has_template = sampling.chat_template is not None or tokenizer.chat_template is not None
     if sampling.use_chat_template and not has_template:
         raise ValueError("use_chat_template was asked for, but this model's tokenizer has none; give --chat_template")

@@ -58,10 +58,7 @@ S = TypeVar("S", bound=Sampling)
 
 
 def taken_over(sampling: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
-    """Fill the choices that ``sampling`` leaves open from the training settings of ``adapter``.
-
-    Returns the filled copy, and a short text for each choice that was filled.
-    """
+    """Fill the open choices of ``sampling`` from the adapter's training; return the copy, and what was filled."""
     template, recipe = adapter.path / TEMPLATE, adapter.recipe
     in_training = {
         "system_prompt": recipe.get("system_prompt"),
@@ -77,10 +74,7 @@ def taken_over(sampling: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
 
 
 def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """Return a recipe's further sampling parameters as ``generation_kwargs`` of an evaluation.
-
-    ``top_k`` and ``min_p`` are left out at ``temperature`` 0, where they change nothing.
-    """
+    """Return a recipe's other sampling parameters as ``generation_kwargs``; top_k and min_p only above 0."""
     recipe_kwargs = recipe.get("generation_kwargs") or {}
     kwargs = {key: value for key, value in recipe_kwargs.items() if key not in NOT_TAKEN}
     if kwargs.keys() & {"stop", "stop_token_ids"}:
@@ -95,10 +89,7 @@ def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[s
 
 
 def acting(recipe: Mapping[str, Any], tasks: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the keys of a recipe that say how its policy acts; empty for one that takes a single turn.
-
-    If ``tasks`` are named and none is the run's own, tools, environments and rewards are left out: they have no part.
-    """
+    """Return the keys of a recipe that say how its policy acts, as far as they have a part in ``tasks``."""
     acts = recipe.get("tools") or recipe.get("environments")
     is_own = tasks is None or any(acts_as_in(name, recipe) for name in tasks)
     return {key: recipe[key] for key in (ACTING if is_own else EVERYWHERE) if recipe.get(key)} if acts else {}
@@ -121,10 +112,7 @@ def without_actions(tasks: Sequence[str], recipe: Mapping[str, Any]) -> list[str
 
 
 def warmer_or_colder(sampling: Sampling, recipe: Mapping[str, Any]) -> list[str]:
-    """Return a text for each of temperature and top_p that differs from training.
-
-    An evaluation never takes these two over. At temperature 0 top_p is not compared.
-    """
+    """Return a text for temperature and top_p (if it has an effect) where they differ from training."""
     keys = ("temperature",) if sampling.temperature == 0 else ("temperature", "top_p")
     pairs = [(key, getattr(sampling, key), recipe.get(key)) for key in keys]
     return [f"{key} {mine:g}, there {theirs:g}" for key, mine, theirs in pairs if theirs not in (None, mine)]
@@ -167,10 +155,7 @@ def _said(settings: Mapping[str, Any], key: str, otherwise: str = "none") -> Any
 
 
 def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template: str | None) -> tuple[str, str]:
-    """Return short names for the chat templates of the evaluation and of the training.
-
-    The names are equal if the templates are. A template itself is too long to be shown.
-    """
+    """Return short names, equal if these are, for the chat templates of the evaluation and of the training."""
     source = TOKENIZERS if recipe.get("chat_template") is None else "the recipe's"
     trained = "none" if template is None else source
     if not sampling["use_chat_template"]:
@@ -207,10 +192,7 @@ def has_data(recipe: Mapping[str, Any]) -> bool:
 
 
 def needs_held_out(run: str | Path, recipe: Mapping[str, Any]) -> bool:
-    """Return True if a file ``HELD_OUT`` in the folder ``run`` would give ``command`` a task, and no other does.
-
-    A task must judge as a reward of the run did. Episodes are judged by the run's rewards, and so need its problems.
-    """
+    """Return True if a file ``HELD_OUT`` in the run's folder, and no other, would give ``command`` a task."""
     if acting(recipe):
         return has_data(recipe)
     is_judged = not JUDGED_BY.keys().isdisjoint(recipe.get("reward_funcs") or ())
@@ -218,11 +200,7 @@ def needs_held_out(run: str | Path, recipe: Mapping[str, Any]) -> bool:
 
 
 def _task_of(run: str | Path, recipe: Mapping[str, Any]) -> str:
-    """Return the task that tests what a run has learnt, or the word TASKS if none is known.
-
-    A local data set becomes a local task that judges as the run's reward did. Its test.jsonl is preferred, and the
-    problems that the run has left in its folder come last.
-    """
+    """Return the task that tests what a run has learnt, judged as its reward; the word TASKS if none is known."""
     if environments := recipe.get("environments"):
         names = [environments] if isinstance(environments, str) else environments
         return ",".join(f"{ENVIRONMENT}{name}" for name in names)
@@ -244,10 +222,7 @@ def _task_of(run: str | Path, recipe: Mapping[str, Any]) -> str:
 
 
 def is_of_training(task: str, recipe: Mapping[str, Any], problems: Path | None = None) -> bool:
-    """Return True if a task reads a file that the run was trained on, in whole or in part, per its recipe.
-
-    ``problems`` is the file for episodes.
-    """
+    """Return True if a task, for episodes the file ``problems``, reads what the run was trained on."""
     if has_episodes(task) and problems is not None:
         file = problems.resolve()
     elif task.startswith(LOCAL):

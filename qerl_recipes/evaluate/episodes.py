@@ -158,7 +158,7 @@ def _prepared(
 
 
 def _script(name: str, evaluation: Evaluation, recipe: Mapping[str, Any]) -> ScriptArguments:
-    """Return a recipe's keys for one task; another environment than the run's gets neither its tools nor its rewards.
+    """Return a recipe's keys for a task: another environment gets neither its tools nor its rewards.
 
     Raises ValueError for a run whose episodes are of another kind.
     """
@@ -183,10 +183,7 @@ def _script(name: str, evaluation: Evaluation, recipe: Mapping[str, Any]) -> Scr
 
 
 def _rows(name: str, evaluation: Evaluation, script: ScriptArguments, saved: AdapterFolder | None) -> Dataset:
-    """Return the problems of a task: of a file, of those that the run has held out, or empty ones for an environment.
-
-    Raises ValueError where a run with data has left no problems, and for a file that cannot be used.
-    """
+    """Return a task's problems: of a file, held out by the run, or empty; raise ValueError where there are none."""
     file, most = evaluation.problems, evaluation.max_samples
     recipe = {} if saved is None else saved.recipe
     if file is None and saved is not None and acts_as_in(name, recipe) and has_data(recipe):
@@ -220,11 +217,7 @@ def _rows(name: str, evaluation: Evaluation, script: ScriptArguments, saved: Ada
 
 
 class _Engine:
-    """Take the turns of a task's episodes (``rollout.interface.TakesTurns``).
-
-    ``first`` is the number of the first episode that is played now. ``is_cut`` says of the last turn of each place
-    whether its tokens ran out.
-    """
+    """Take the turns of episodes from number ``first`` on; ``is_cut`` says whose last turn ran out of tokens."""
 
     def __init__(self, llm: "LLM", request: "LoRARequest | None", evaluation: Evaluation, task: str) -> None:
         self._llm, self._request, self._evaluation, self._task = llm, request, evaluation, task

@@ -53,18 +53,12 @@ def _shares(judged: "Sequence[Judged] | Sequence[Played]", num_samples: int) -> 
 
 
 def packed(judged: Sequence[Sequence[bool]]) -> str:
-    """Return one bit for each answer, as hexadecimal digits.
-
-    The bits follow the problems, and within a problem its answers. The last byte is padded with zero bits.
-    """
+    """Return one bit for each answer, problem by problem, as hexadecimal digits; zeros fill up the last byte."""
     return np.packbits(np.asarray(judged, dtype=bool)).tobytes().hex()
 
 
 def unpacked(digits: str, problems: int, num_samples: int) -> np.ndarray:
-    """Return the judgements that ``packed`` encoded, as a boolean array of shape (problems, num_samples).
-
-    Raises ValueError if the digits encode another number of answers.
-    """
+    """Return ``packed`` judgements: bool (problems, num_samples); raise ValueError for another number of them."""
     data, count = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8), problems * num_samples
     bits = np.unpackbits(data).astype(bool)
     if len(data) != -(-count // 8) or bits[count:].any():
@@ -82,10 +76,7 @@ def ended_share(figures: Mapping[str, Any]) -> float | None:
 
 
 def too_many_cut(evaluation: Mapping[str, Any]) -> list[str]:
-    """Return one line for each task on which more than a tenth of a policy's answers were cut.
-
-    ``evaluation`` is the content of ``evaluation.json``. Each line names the length limit to raise.
-    """
+    """Return a line for each task of evaluation.json with over a tenth of answers cut, and the limit to raise."""
     lines = []
     for task, policies in evaluation.get("tasks", {}).items():
         cut = {label: 1 - ended for label, of in policies.items() if (ended := ended_share(of)) is not None}

@@ -50,10 +50,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One bar of the accuracy plot: the accuracy on ``n`` problems with its 95 % interval, all as shares of 1.
-
-    ``ended`` is the share of answers that ended by themselves, or None if the file does not record it.
-    """
+    """One bar: accuracy on ``n`` problems, its 95 % interval and the share ``ended`` (None: unknown), of 1."""
 
     task: str
     label: str
@@ -71,10 +68,7 @@ def colours(labels: Iterable[str]) -> list[str]:
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and the ``SMOOTHING - 1`` values before it.
-
-    Values that are not finite are left out; a window without a finite value gives nan.
-    """
+    """Return the mean of each value and the ``SMOOTHING - 1`` before it, as far as they are finite, else nan."""
     finite = pandas.Series(values, dtype=float).replace([np.inf, -np.inf], np.nan)
     return finite.rolling(SMOOTHING, min_periods=1).mean().tolist()
 

@@ -141,10 +141,7 @@ def _of_run(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _evaluations(folder: Path) -> list[Path]:
-    """Return the paths of the evaluations in a folder, the newest first.
-
-    If there is none, return the first path that was tried.
-    """
+    """Return the paths of the evaluations in a folder, the newest first; without any, where one would be."""
     places = [folder / EVALUATION, folder / "evaluation" / EVALUATION]
     places += sorted(folder.glob(f"evaluation/*/{EVALUATION}"))
     existing = [file for file in places if file.is_file()]
@@ -152,10 +149,7 @@ def _evaluations(folder: Path) -> list[Path]:
 
 
 def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
-    """Return the rows of the accuracy table, task by task, in the order of ``evaluation.json``.
-
-    pass@k and maj@k have rows of their own. Raises ValueError, naming ``path``, if a figure is missing.
-    """
+    """Return the rows of the accuracy table with pass@k and maj@k; raise ValueError if a figure is missing."""
     rows = []
     try:
         for task, results in evaluation.get("tasks", {}).items():
@@ -205,10 +199,7 @@ def _differences(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str
 
 
 def _heading(folder: Path, state: Mapping[str, Any], steps: int) -> tuple[str, str]:
-    """Return the title and the line below it.
-
-    The title names model and data, the line the configuration, steps, duration and date. What is unknown is left out.
-    """
+    """Return the title (model and data) and the line below it (configuration, steps, duration, date)."""
     data, base = _data(state.get("recipe") or {}), state.get("base")
     title = f"{Path(base).name}{f' on {data}' if data else ''}" if base else folder.resolve().name
     seconds, date = state.get("seconds") or 0, str(state.get("date") or "")
@@ -278,10 +269,7 @@ def _text(value: Any) -> str:
 
 
 def values_of(metrics: list[dict[str, Any]], key: str) -> list[float]:
-    """Return the value of each step under ``key``, nan where a step has none.
-
-    The list is empty if no step has a finite number there.
-    """
+    """Return each step's value under ``key``, nan where a step has none; empty if no step has a finite one."""
     values = [
         float(step[key]) if isinstance(step.get(key), int | float) and not isinstance(step[key], bool) else math.nan
         for step in metrics
@@ -335,10 +323,7 @@ def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]
 
 
 def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:
-    """Format the mean over the steps that have a finite number, and the count of NaN or infinite ones.
-
-    Steps without the key are not counted: a rollout that serves several steps logs its values once.
-    """
+    """Format the mean over the steps that have a finite number, and the count of NaN or infinite ones."""
     numbers = [value for value in values_of(steps, key) if math.isfinite(value)]
     not_finite = sum(key in step for step in steps) - len(numbers)
     written = [form.format(sum(numbers) / len(numbers))] if numbers else []

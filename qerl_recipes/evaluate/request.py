@@ -242,11 +242,7 @@ def command_signature() -> inspect.Signature:
 
 
 def check_tasks(names: Sequence[str], num_fewshot: int = 0, *, may_act: bool = True) -> None:
-    """Raise ValueError if a task does not exist, is named twice, or its file is missing or unreadable.
-
-    The same holds if no task is named, if one has no examples for ``num_fewshot``, and for one of episodes unless the
-    policy ``may_act``.
-    """
+    """Raise ValueError for a task that is unknown, named twice, unreadable, or without what the options ask for."""
     if not names:
         raise ValueError(f"name at least one task: {KNOWN}")
     for name in names:
@@ -285,10 +281,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_problems(path: Path) -> list[dict[str, str]]:
-    """Read the problems of a local file, as rows with the texts "prompt" and "answer".
-
-    Raises ValueError if there is no file or no problem in it, or if a line has another form.
-    """
+    """Read a local file as rows with the texts "prompt" and "answer"; raise ValueError for any other form."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; a local task is written jsonl:PATH")
     form, rows = '{"prompt": TEXT, "answer": TEXT}', []

@@ -58,10 +58,7 @@ RESULT, ANSWERS = "evaluation.json", "answers.jsonl"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings an engine is started with; evaluations with equal settings can share one engine.
-
-    ``rank`` is that of the adapter to be served, None without one.
-    """
+    """The settings of an engine, which equal ones can share; ``rank`` is that of the adapter, None without one."""
 
     folder: Path
     quantization: str
@@ -75,11 +72,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Settled:
-    """An evaluation whose open choices are all resolved.
-
-    ``saved`` is the adapter, or None. ``as_in_training`` lists the sampling choices that the adapter's training
-    settled.
-    """
+    """An evaluation whose open choices are resolved; ``as_in_training`` lists those that training settled."""
 
     evaluation: Evaluation
     saved: AdapterFolder | None
@@ -242,10 +235,7 @@ def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder |
 
 
 def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark | Task] | None" = None) -> None:
-    """Raise ValueError if the output folder holds the result of another evaluation, which would be overwritten.
-
-    The models, the tasks and the sampling are compared. If ``benchmarks`` are given, so are their problems.
-    """
+    """Raise ValueError if the output folder holds another evaluation's result: models, tasks, sampling, problems."""
     file = one.evaluation.output_dir / RESULT
     if not file.is_file():
         return
@@ -426,10 +416,7 @@ def close(llm: "LLM") -> None:
 
 
 def install(llm: "LLM", adapter: AdapterFolder | None) -> Any:
-    """Make the engine serve the adapter, or the base alone for None, without noise.
-
-    Returns the LoRA request to generate with.
-    """
+    """Serve the adapter, or for None the base, without noise; return the LoRA request to generate with."""
     from qerl_vllm_plugin.policy import Policy
 
     policy = Policy(llm)

@@ -70,10 +70,7 @@ class Benchmark:
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
     def majority(self, texts: Sequence[str]) -> int | None:
-        """Return the index of the first text that gives the majority answer, or None if no text gives an answer.
-
-        If several answers have the most votes, the one given first counts.
-        """
+        """Return the index of the first text with the majority answer, of equals the first; None without an answer."""
         votes: list[tuple[Any, list[int]]] = []  # (answer, texts that give it); answers may have no hash
         for i, text in enumerate(texts):
             if (answer := self.vote(text)) is not None:
@@ -178,10 +175,7 @@ def _fetch(name: str, task: LightevalTask) -> None:
 
 
 def _refuse_unreadable(benchmark: Benchmark) -> None:
-    """Raise ValueError if a problem's own gold answer would be judged wrong, so that no completion could be right.
-
-    lighteval itself only logs a line for every answer to such a problem.
-    """
+    """Raise ValueError if a gold answer itself would be judged wrong, of which lighteval only logs a line."""
     golds = [doc.get_golds()[0] for doc in benchmark.problems]
     pairs = zip(benchmark.problems, golds, strict=True)
     ways = ("<answer>{}</answer>", "${}$", "\\boxed{{{}}}")
@@ -195,10 +189,7 @@ def _refuse_unreadable(benchmark: Benchmark) -> None:
 
 
 def task_module(name: str) -> ModuleType:
-    """Import lighteval's module of one task.
-
-    lighteval's registry would import the modules of all tasks, and one of them downloads a file.
-    """
+    """Import lighteval's module of one task: its registry would import all, and one of them downloads a file."""
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         return importlib.import_module(f"lighteval.tasks.tasks.{name}")
 
@@ -208,10 +199,7 @@ def _without_reasoning(text: str) -> ModelResponse:
 
 
 def _for_one_answer(shared: Any) -> Any:
-    """Return a copy of a metric that judges one answer.
-
-    lighteval's metrics are shared objects that hold k and n of pass@k; the copy has k = n = 1.
-    """
+    """Return a copy, for one answer, of one of lighteval's shared metrics, which hold k and n of pass@k."""
     metric = copy.deepcopy(shared)
     if isinstance(metric, PassAtK):
         metric.k = metric.n = 1
@@ -219,10 +207,7 @@ def _for_one_answer(shared: Any) -> Any:
 
 
 def _math_judge() -> Judge:
-    """Return a judge that applies lighteval's math metric to the answer block, or to the whole text without one.
-
-    The content of an answer block is right with or without a LaTeX box around it.
-    """
+    """Return a judge of the answer block, with or without a box in it, or else of the whole text."""
     metric = _for_one_answer(Metrics.pass_at_k_math.value.sample_level_fn)
 
     def judge(doc: Doc, text: str) -> bool:
@@ -260,10 +245,7 @@ def _text(text: str) -> str | None:
 
 
 def _marked(text: str) -> Any:
-    """Parse the part of a text that the reward ``accuracy`` reads: LaTeX only, a box first.
-
-    Returns None if there is none. Source: trl.rewards.accuracy_reward.
-    """
+    """Parse what the reward ``accuracy`` reads (LaTeX, a box first), as trl.rewards.accuracy_reward, or None."""
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
@@ -299,10 +281,7 @@ def _amc23() -> LightevalTaskConfig:
 
 
 def _local(name: str, longest: int | None) -> LightevalTaskConfig:
-    """Return the configuration of a task over rows of prompt and answer.
-
-    ``longest`` is the length limit of a completion in tokens; None means all the room there is.
-    """
+    """Return the configuration of a task over rows of prompt and answer, of at most ``longest`` tokens."""
     return LightevalTaskConfig(
         name=name,
         prompt_function=_prompt_and_answer,

@@ -15,10 +15,7 @@ OF_THE_STUDY = ("base", "adapter", "quantization", "output_dir", "adapter_only",
 
 
 def check(study: Study) -> None:
-    """Raise StudyError, naming the arm or evaluation, for what its command would refuse; nothing is loaded.
-
-    Arms of another study must be the same runs. What depends on data, model and machine is checked by each run.
-    """
+    """Raise StudyError, naming the arm or evaluation, for what its command would refuse; nothing is loaded."""
     check_evaluations(study)
     taken_rows(study)
     from qerl_recipes.hooks import unknown_names
@@ -47,10 +44,7 @@ def check_evaluations(study: Study) -> None:
 
 
 def check_tasks(study: Study) -> None:
-    """Load the problems of every evaluation, and what judges their answers: a training that nothing can judge is lost.
-
-    Raises StudyError, naming the evaluation, if a package, a file or a data set is missing.
-    """
+    """Load what judges the runs: a training that nothing can judge is lost. Raise StudyError if it is missing."""
     try:
         from qerl_recipes.evaluate import tasks
     except ImportError as error:

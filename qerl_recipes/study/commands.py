@@ -79,7 +79,7 @@ def _write_page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Pa
 
 
 def sum_up(folder: Path) -> Path:
-    """Run nothing, make the page of each study in ``folder`` that has a table, and return one page over all of them.
+    """Make the page of each study in ``folder`` that has a table, and return one page over all of them.
 
     Raises StudyError for a study or table that cannot be read, or a table that is not of its study as it is now.
     """

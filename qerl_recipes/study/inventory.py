@@ -50,10 +50,7 @@ def beside(file: Path) -> Path:
 
 
 def write_table(rows: pd.DataFrame, path: Path) -> None:
-    """Write the rows whole or not at all; the same rows give the same bytes.
-
-    Figures of each step get six digits. Those that a run has once are written exactly, since verdicts follow from them.
-    """
+    """Write the rows whole or not at all: six digits of each step's figures, and exactly what a run has once."""
     rows = rows[COLUMNS].sort_values(COLUMNS)
     is_of_steps = rows.duplicated(["arm", "seed", "metric"], keep=False)
     values = [
@@ -190,10 +187,7 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
 
 
 def collect(study: Study, folder: Path) -> pd.DataFrame:
-    """Return the rows of all finished runs and of the arms that are taken from another study.
-
-    Raises StudyError where the runs were not asked the same problems.
-    """
+    """Return the rows of all finished and taken runs; raise StudyError where they were asked other problems."""
     tables = [taken_rows(study)]
     for run in all_runs(study, folder):
         if (rows := kept(folder).get((run.label, run.seed))) is not None:
@@ -242,10 +236,7 @@ def _digest(content: Any) -> str:
 
 
 def plan_of(study: Study, run: Run) -> str:
-    """Return a hash of what decides a run but for the weights: the keys of its training, and its evaluations.
-
-    It is taken over the names of the release before, so that older tables keep theirs.
-    """
+    """Return a hash of a run's keys, under the former names of older tables, its seed and its evaluations."""
     return _digest([with_former_names(study.decided(run.keys)), run.seed, study.evaluations_of(run)])
 
 
@@ -257,10 +248,9 @@ def base_of(folder: Path) -> str | None:
 
 
 def refuse_other_bases(trained: Iterable[tuple[str, str, str | None]], way_out: str) -> None:
-    """Raise StudyError if the model of a run holds other weights than the run was trained on.
+    """Raise StudyError if a model here holds other weights than a run was trained on.
 
-    ``trained`` has the run's name, its model, and the hash of its base, None if it is not known. A model of the hub, or
-    one that is not there, is known by its name alone.
+    ``trained`` has the run's name, its model, and the hash of its base, None if it is not known.
     """
     hash_of = functools.cache(lambda model: base_hash(model)[:DIGITS])  # most runs have one base, of many files
     for run, model, then in trained:
@@ -328,10 +318,7 @@ def _by_run(path: Path, changed: int) -> Mapping[tuple[str, int], pd.DataFrame]:
 
 
 def refuse_other_plan(study: Study, rows: pd.DataFrame, table: Path) -> None:
-    """Raise StudyError if a run of ``table`` is not of this study, or was made by other keys than there are now.
-
-    Older tables do not say their keys, and are believed.
-    """
+    """Raise StudyError if a run of ``table`` is not of this study, or was made by other keys, if it says them."""
     possible = possible_runs(study)
     plans = facts(rows, PLAN)
     for label, seed in rows[["arm", "seed"]].drop_duplicates().itertuples(index=False):

@@ -37,10 +37,7 @@ OF_CLAIMS = (
 
 
 def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path, table: Path) -> str:
-    """Return the page of a study: question, answer, one table, one plot, and the command that repeats it.
-
-    ``found`` has the comparisons of the study (``results.compared``).
-    """
+    """Return the page of a study with its comparisons ``found``: question, answer, one table, one plot, commands."""
     title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
     lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
     if answer := answered(study, values, found):
@@ -178,10 +175,7 @@ def effect(row: Mapping[str, float]) -> str:
 
 
 def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
-    """Return the answer with its figures; nothing while one of them is missing.
-
-    Raises StudyError for a name in braces that is no arm, no planned pair and no claim.
-    """
+    """Return the answer with its figures, "" while one is missing; raise StudyError for a name that is none."""
     names = labels(study, values)["best"]
     claims = {claim.claim for claim in (*study.claims, *study.afterwards.claims)}
     figures = {}
@@ -207,10 +201,7 @@ def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
 
 
 def _gain(study: Study, values: pd.DataFrame, label: str) -> list[str]:
-    """Return by how much training raised an arm's accuracy, with its interval over seeds, if two have a value.
-
-    The base is judged once, on the problems of every seed.
-    """
+    """Return by how much training raised an arm's accuracy over the base's mean, with its interval over seeds."""
     after, before = (of_arm(values, metric, label, study.seeds) for metric in (ACCURACY, f"base_{ACCURACY}"))
     found = compare((label, label), after, pd.Series(before.mean(), index=after.index))
     return [] if found is None else [effect(asdict(found) | {"metric": ACCURACY})]
@@ -229,8 +220,7 @@ def overview(
 ) -> str:
     """Return the page over all studies of a folder: what was found, every claim, and how to run one.
 
-    ``found`` maps each study's file to its plan, the rows of its table (none if there is no table), and its values.
-    ``tables`` maps the file of each study that has a table to its comparisons (``results.compared``).
+    ``found`` maps a study's file to its plan, rows and values, ``tables`` to its comparisons if it has a table.
     """
     run = {file: of for file, of in found.items() if len(of[1])}
     counts = [counted(study, values)[0] for study, _, values in run.values()]

@@ -210,10 +210,7 @@ class Study(_Strict):
         return {self.primary: self.evaluations[self.primary]} if run.kind == "sweep" else self.evaluations
 
     def settled(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a training: ``keys``, an arm's or a run's, over those of the recipe's file.
-
-        Raises StudyError if the file is no YAML or no mapping.
-        """
+        """Return the recipe's keys under ``keys``; raise StudyError if its file is no YAML or no mapping."""
         try:
             content = read_yaml(self.recipe)
         except ConfigError as error:

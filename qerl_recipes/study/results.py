@@ -71,10 +71,7 @@ def of_arm(values: pd.DataFrame, metric: str, label: str, seeds: Iterable[int]) 
 
 
 def labels(study: Study, values: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return "best" and "common" -> arm -> its label in the table; without a sweep "best" alone, the arm itself.
-
-    An arm whose sweep is not finished has no best value yet, and is left out.
-    """
+    """Return "best" and, of a sweep, "common" -> arm -> its label; an arm without a best value yet is left out."""
     if study.sweep is None:
         return {"best": {arm: arm for arm in study.arms}}
     accuracies = {
@@ -90,10 +87,7 @@ def labels(study: Study, values: pd.DataFrame) -> dict[str, dict[str, str]]:
 
 
 def comparisons(study: Study, values: pd.DataFrame, kind: str = "best", *, by_t: bool = False) -> list[Comparison]:
-    """Return the planned comparisons of accuracy, corrected by Holm for as many as are planned.
-
-    ``kind`` is one of `labels`. Accuracies of two states are compared by their counts, unless ``by_t``.
-    """
+    """Return the planned comparisons of accuracy of one of ``labels``, corrected by Holm for all that are planned."""
     names, bound = labels(study, values).get(kind, {}), None if by_t else study.afterwards.two_states
     made = [
         compare(
@@ -232,10 +226,7 @@ def compared(study: Study, values: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_arm(study: Study, rows: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each arm and each metric that a run has once: over how many runs, their mean and deviation.
-
-    ``runs_of`` is "study" or "sweep", whose seeds are not compared.
-    """
+    """Return runs, mean and deviation of each arm and metric, of the study's seeds and of the sweep's."""
     of_steps = rows.metric[rows.duplicated(["arm", "seed", "metric"])].unique()
     values = values.drop(columns=["last_step", *of_steps], errors="ignore")
     if study.afterwards.two_states is not None:
@@ -247,10 +238,7 @@ def by_arm(study: Study, rows: pd.DataFrame, values: pd.DataFrame) -> pd.DataFra
 
 
 def counted(study: Study, values: pd.DataFrame) -> tuple[int, int]:
-    """Return how many runs of a study the table has, and how many there are to be.
-
-    While the sweep has not said which value is the best of each arm, the second is the most that there may be.
-    """
+    """Return how many runs of a study the table has, and how many, at most, there are to be."""
     runs, more = first_runs(study), 0
     if study.sweep is not None:
         best = {arm: float(label.partition("@")[2]) for arm, label in labels(study, values)["best"].items()}

@@ -99,10 +99,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
 
 
 def _claim(study: Study, folder: Path) -> None:
-    """Write the study and its recipe's keys into its folder, or see that they are those that stand there.
-
-    What is written for the reader of a page, and what was added afterwards, may change.
-    """
+    """Write what decides the study's runs into its folder, or raise StudyError if something else stands there."""
     texts = {"about", "question", "afterwards"}
     mark, content = folder / MARK, json.loads(study.model_dump_json(exclude=texts))
     recipe = json.loads(json.dumps(study.decided({}), default=str))
@@ -130,10 +127,7 @@ def _claim(study: Study, folder: Path) -> None:
 
 @dataclass
 class Machine:
-    """Hold the processes of a study that run now, and whether it is to stop; threads share it.
-
-    ``device`` is the name of its GPUs, or "CPU"; each process gets ``environment``, and ``share`` of one device.
-    """
+    """Hold the processes of a study, each with ``environment`` and a ``share`` of one device; threads share it."""
 
     device: str
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -194,10 +188,7 @@ def visible_gpus() -> list[str]:
 
 
 def _environment(jobs: int) -> dict[str, str]:
-    """Return the environment of a study's processes: this one's, with a share of the processor's threads.
-
-    Torch takes a thread for each core and lets it spin, which slows everything if each job does so.
-    """
+    """Return this process's environment with a share of the processor's threads, which torch would let spin."""
     found = processes.inherited()
     if jobs > 1:
         found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
@@ -235,10 +226,7 @@ class Left:
     evaluations: int = 0
 
     def next(self, places: int) -> tuple[list[Run], bool]:
-        """Return the runs to begin on one of ``places`` free places, and whether they are trained; none if none waits.
-
-        Once nothing is left to train, the free places share what is left to evaluate.
-        """
+        """Return the runs to begin on one of ``places`` free places, if any waits, and whether they are trained."""
         may_evaluate = not self.untrained or self.evaluations < max(1, self.jobs // EVALUATE)
         if self.trained and may_evaluate:
             weights = _weights(self.study, self.trained[0])
@@ -251,10 +239,7 @@ class Left:
 
 
 def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
-    """Finish what is missing; return why runs failed.
-
-    An arm whose sweep is through goes on at its best value while others are still at theirs.
-    """
+    """Finish what is missing, each arm at its best value once its sweep is through; return why runs failed."""
     free = list(itertools.islice(itertools.cycle(visible_gpus() or [None]), jobs))
     left, failed, begun = Left(study, jobs), list[str](), dict[str, float]()
     at_work: dict[Future[list[str]], tuple[str | None, list[Run], bool]] = {}
@@ -310,10 +295,7 @@ def _train(
 def _evaluate(
     study: Study, runs: Sequence[Run], root: Path, machine: Machine, gpu: str | None, begun: dict[str, float]
 ) -> list[str]:
-    """Evaluate runs, as far as that is missing; return why it failed.
-
-    If several fail together, each is evaluated on its own, and only those that fail then have failed.
-    """
+    """Evaluate runs together, or each on its own if that fails, as far as it is missing; return why runs failed."""
 
     def attempt() -> int | None:
         if not (missing := _evaluations(study, runs, root)):
@@ -362,10 +344,7 @@ def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine)
 
 
 def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
-    """Return the options of the evaluations of ``runs`` that are missing.
-
-    Those of one name stand beside each other, so that neighbours share an engine if they want the same one.
-    """
+    """Return the options of the missing evaluations; those of one name are neighbours, which may share an engine."""
     missing = []
     for name, one in itertools.product(study.evaluations, runs):
         folder, recipe = root / one.folder, study.settled(one.keys)

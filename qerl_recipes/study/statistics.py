@@ -140,21 +140,14 @@ def judge(found: Comparison, expect: str, margin: float) -> str:
 
 
 def correct(comparisons: Sequence[Comparison], planned: int | None = None) -> list[Comparison]:
-    """Return the comparisons with ``p_holm`` and ``exact_holm``.
-
-    ``planned`` is the number of comparisons in the plan, some of which may have no result yet; by default these are
-    all.
-    """
+    """Return the comparisons with ``p_holm`` and ``exact_holm``, for ``planned`` of them (default: for all)."""
     many = planned or len(comparisons)
     of_t, exact = (holm(p, many) for p in ([c.p for c in comparisons], [c.p_exact for c in comparisons]))
     return [replace(c, p_holm=p, exact_holm=e) for c, p, e in zip(comparisons, of_t, exact, strict=True)]
 
 
 def holm(p: Sequence[float], planned: int) -> list[float]:
-    """Return each p corrected for ``planned`` tests.
-
-    Source: S. Holm, A simple sequentially rejective multiple test procedure (1979).
-    """
+    """Return each p corrected for ``planned`` tests (S. Holm, 1979)."""
     values = np.asarray(p, dtype=float)
     order = np.argsort(values, kind="stable")
     corrected = np.empty(len(values))
@@ -163,10 +156,7 @@ def holm(p: Sequence[float], planned: int) -> list[float]:
 
 
 def visible(spread: float, seeds: int, tests: int) -> float:
-    """Return the true difference that a paired t test finds in 80 % of studies, at 5 % divided by ``tests``.
-
-    ``spread`` is the standard deviation of the differences between seeds.
-    """
+    """Return the true difference that 80 % of paired t tests find at 5 % / ``tests``; ``spread`` is over seeds."""
     bound = stats.t.ppf(1 - ALPHA / tests / 2, seeds - 1)
     shift = optimize.brentq(lambda shift: stats.nct.sf(bound, seeds - 1, shift) - POWER, 0.0, 2 * (1 + bound))
     return float(shift) * spread / sqrt(seeds)

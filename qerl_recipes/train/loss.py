@@ -261,10 +261,7 @@ def importance_weights(
 
 
 def weigh(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> tuple[torch.Tensor, Measured]:
-    """Return the importance weights of a micro-batch with the trainer's ``logps: (B, C)``, and ``agreement``.
-
-    Without ``vllm_importance_sampling_correction`` the weights are 1, and what they would be is measured all the same.
-    """
+    """Return the importance weights of the trainer's ``logps: (B, C)``, 1 without correction, and their figures."""
     limits = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     weights = importance_weights(logps, batch.sampled, batch.mask, args.vllm_importance_sampling_mode, *limits)
     mask = batch.computed()
@@ -331,10 +328,7 @@ def reference_kl(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> to
 
 
 def log_ratio(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> torch.Tensor:
-    """Return the log-ratio of ``logps: (B, C)`` to the policy before the rollout's first step, as in the loss.
-
-    It is (B, C). With ``importance_sampling_level: sequence`` it is the mean over each sequence: (B, 1).
-    """
+    """Return the log-ratio to the policy before the rollout's first step: (B, C), or (B, 1) over sequences."""
     change = logps - (logps if batch.old is None else batch.old)
     if args.importance_sampling_level == "sequence":
         tokens = batch.mask.sum(dim=-1, keepdim=True).clamp(min=1)

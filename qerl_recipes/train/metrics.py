@@ -109,10 +109,7 @@ class StepSums:
                 self._extremes[name, sign] = torch.maximum(before, sign * value)
 
     def take(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
-        """Return the figures of what was added since the last call; those of no value at all are left out.
-
-        ``gather`` is the accelerator's; it stacks the tensors of all processes along the first dimension.
-        """
+        """Return the figures added since the last call; ``gather`` stacks the tensors of all processes."""
         figures, sums, extremes = {}, dict(sorted(self._sums.items())), dict(sorted(self._extremes.items()))
         self._sums, self._extremes = {}, {}
         if sums:
@@ -154,10 +151,7 @@ class StepValues:
 
 
 def named(logged: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
-    """Return the mean of each metric of TRL's log under the name that it has in metrics.jsonl.
-
-    A metric that the file does not keep is left out. So is a value of None or NaN, as in TRL's own means.
-    """
+    """Return the mean of each metric of TRL's log, None and NaN left out, by its name in metrics.jsonl."""
     means = {}
     for trl_name, values in logged.items():
         known = [value for value in values if value is not None and not math.isnan(value)]
@@ -275,11 +269,7 @@ class MetricsFile:
         self.path = Path(folder) / FILE
 
     def restart(self, step: int) -> None:
-        """Keep the lines of steps up to ``step`` (0: none); the file is replaced in one piece, or not at all.
-
-        Lines of an older version get today's names. A line that is not whole, as a killed run may leave, is dropped
-        with all that follow it.
-        """
+        """Keep the lines of steps up to ``step`` (0: none), under today's names, as far as they are whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if step and self.path.exists():
@@ -301,10 +291,7 @@ class MetricsFile:
 
 
 class QuietProgress(ProgressCallback):
-    """Show a progress bar that ends in three numbers, where transformers prints all metrics at every log.
-
-    An evaluation has a line of its own above the bar.
-    """
+    """Show a progress bar that ends in three numbers, and a line of its own for an evaluation."""
 
     def on_log(
         self,

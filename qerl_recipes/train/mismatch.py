@@ -97,10 +97,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The result for a run: ``tokens`` is the number compared, ``sigma`` the noise, 0 for none.
-
-    ``cut`` names the keys that kept tokens out of sampling or changed their probabilities.
-    """
+    """The result for ``tokens``, with noise of ``sigma`` (0: none); ``cut`` names keys that narrowed the sampling."""
 
     parts: tuple[Part, ...]
     tokens: int

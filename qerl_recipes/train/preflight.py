@@ -406,10 +406,7 @@ def _plan(
 def _check_adapter(
     existing: AdapterFolder, expected: Mapping[str, Any], config: Mapping[str, Any], source: str
 ) -> None:
-    """Raise ConfigError, naming each key that differs, if an existing adapter is not what the recipe describes.
-
-    ``expected`` is the adapter's config of the recipe, ``config`` that of the model. ``source`` begins the message.
-    """
+    """Raise ConfigError, beginning with ``source``, for each key in which an adapter is not the ``expected`` one."""
     differences = [
         f"{key} is {expected.get(name, default)} and the adapter's {existing.config.get(name, default)}"
         for key, (name, default) in ADAPTER_KEYS.items()

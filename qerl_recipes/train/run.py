@@ -123,10 +123,7 @@ def _print_next_commands(output_dir: Path, held_out: "Dataset | None") -> None:
 
 @contextlib.contextmanager
 def _locked_output_dir(training: "GRPOConfig") -> Iterator[None]:
-    """Hold a lock on the run's output_dir while the block runs; only the run's first process takes it.
-
-    A folder that this created is removed if it stays empty. Raises ConfigError if another run holds the lock.
-    """
+    """Lock the run's output_dir, if this is its first process; raise ConfigError if another run holds it."""
     from qerl_recipes.files.whole_folder import lock
     from qerl_recipes.recipe.file import ConfigError
 

@@ -164,10 +164,7 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         return self._sampler
 
     def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Let the order of prompts depend on seed and epoch alone, so that a resumed run keeps it.
-
-        TRL's order depends on how many epochs this process has seen.
-        """
+        """Let the order of prompts depend on seed and epoch alone, so that a resumed run keeps it."""
         if (generator := getattr(self._sampler, "generator", None)) is not None:
             generator.manual_seed(self.args.seed + int((self.state.epoch or 0.0) + 1e-6))
 
@@ -201,10 +198,7 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         return batch
 
     def snapshot(self) -> Snapshot:
-        """Return the adapter and the trained norms as the engine shall have them.
-
-        They are as they are now, and adapter tensors are references. A rollout in flight keeps a copy, as it began.
-        """
+        """Return the adapter (by reference) and the trained norms as they are, or as the rollout in flight began."""
         if self.overlap is not None and self.overlap.flight is not None:
             return self.overlap.policy
         return Snapshot(dict(self._lora), self._adapter_config, norms.trained_norms(self._norms))
@@ -304,11 +298,7 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         return {**refilled.batch, "num_items_in_batch": items}
 
     def _score_fresh(self, rows: Sequence[int]) -> dynamic_sampling.Scored:
-        """Return completions of these rows of the training set, scored without a trace in TRL's metrics and table.
-
-        Metrics describe the prompts in the data set's order, without the bias of groups picked because their rewards
-        differ.
-        """
+        """Return scored completions of these rows without a trace in TRL's metrics, which would be biased by them."""
         inputs = [dict(self.train_dataset[row]) for row in rows for _ in range(self.num_generations)]
         logged, table = self._metrics["train"], self._logs
         self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(table)
