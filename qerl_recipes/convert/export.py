@@ -162,10 +162,7 @@ def _check_norms(report: CheckpointReport, norms: Tensors) -> None:
 
 
 def _write_merged(report: CheckpointReport, adapter: CheckedAdapter, norms: Tensors, folder: Path) -> None:
-    """Write the merged checkpoint into ``folder``, in the base's shards; copy the tokenizer and other small files.
-
-    A weight is w = bf16(code * block scale / divisor + alpha / r * B A). The sum is computed in fp32.
-    """
+    """Write w = bf16(code * block scale / divisor + alpha / r * B A), summed in fp32, in the base's shards."""
 
     def tensor(entry: Entry) -> torch.Tensor:
         if entry.name in norms:

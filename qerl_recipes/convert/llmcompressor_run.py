@@ -93,10 +93,7 @@ def _torch_pin() -> str:
 
 
 def _visible(device: str) -> dict[str, str]:
-    """Return the environment variables under which llmcompressor sees only ``device``.
-
-    llmcompressor takes the first GPU that it sees. Raise ValueError if there is no such GPU.
-    """
+    """Return the variables under which llmcompressor sees only ``device``; raise ValueError for no such GPU."""
     kind, _, number = device.partition(":")
     if kind == "cpu":
         return {VISIBLE: ""}

@@ -104,10 +104,7 @@ def _meta_model(report: CheckpointReport) -> torch.nn.Module:
 
 
 def _is_router(name: str, module: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Return True for a direct child of a mixture-of-experts block that has a matrix of its own.
-
-    Such a block is a module with a child ``experts``.
-    """
+    """Return True for a child with a matrix of its own of a block that has ``experts``."""
     parent, _, _ = name.rpartition(".")
     weight = getattr(module, "weight", None)
     is_matrix = isinstance(weight, torch.nn.Parameter) and weight.dim() == 2
@@ -155,10 +152,7 @@ def _check_layer(report: CheckpointReport, name: str, shape: tuple[int, int], pa
 
 
 def _load(tensor: TensorHeader, plan: Plan) -> torch.Tensor:
-    """Read a tensor, in BF16 if it is an FP16 or FP32 tensor of the model.
-
-    Others, such as the constants that some checkpoints carry, stay as they are.
-    """
+    """Read a tensor, in BF16 if it is an FP16 or FP32 one of the model; other constants stay as they are."""
     return read_tensor(tensor).to(_dtype(tensor, plan))
 
 
@@ -168,10 +162,7 @@ def _dtype(tensor: TensorHeader, plan: Plan) -> torch.dtype:
 
 
 def find_divisors(report: CheckpointReport, plan: Plan, device: str) -> dict[str, torch.Tensor]:
-    """Run the first pass and return the divisor of each packed layer, which the layers of a group share.
-
-    Raises CheckpointError for a tensor with a NaN, an infinity or a value too large for BF16.
-    """
+    """Return each packed layer's divisor, shared in a group; raise CheckpointError for what BF16 cannot hold."""
     largest: dict[str, torch.Tensor] = {}
     for name, tensor in progress_of(report.tensors.items(), "reading"):
         value = _load(tensor, plan).to(device)

@@ -43,10 +43,7 @@ class QuantizeReport:
         (folder / "quantize_report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def print(self, console: Console | None = None) -> None:
-        """Print a table with one row per decoder layer and one column per kind of linear layer.
-
-        Of several experts it shows the worst error.
-        """
+        """Print a row for each decoder layer and a column for each kind of linear, of experts the worst error."""
         console = console or Console()
         if (used := self.calibration) is not None:
             console.print(
@@ -80,10 +77,7 @@ class QuantizeReport:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return row and column of a layer in the table.
-
-    ``model.layers.3.mlp.experts.7.up_proj`` gives ``3`` and ``mlp.experts.*.up_proj``.
-    """
+    """Return row and column of a layer: ``3`` and ``mlp.experts.*.up_proj``, say."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if first is None:

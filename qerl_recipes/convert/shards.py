@@ -82,10 +82,7 @@ def write_config(folder: Path, source: Mapping[str, Any], quantization: Mapping[
 
 
 def copy_other_files(source: Path, folder: Path) -> None:
-    """Copy the top-level files that hold no weights: tokenizer, generation config, chat template, licence and so on.
-
-    Hidden files stay behind, and those that describe the source alone (``OWN``).
-    """
+    """Copy the top-level files without weights, but for hidden ones and those about the source alone (``OWN``)."""
     for file in sorted(source.iterdir()):
         is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not is_weights and not file.name.startswith(".") and file.name not in OWN:
@@ -94,10 +91,7 @@ def copy_other_files(source: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming_target(target: Path) -> Iterator[None]:
-    """Add the destination and the free space to an OSError, such as that of a full disk.
-
-    safetensors and shutil name the hidden folder, or nothing.
-    """
+    """Add the destination and the free space to an OSError, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -113,10 +107,7 @@ def progress_of(items: Iterable[Any], text: str) -> Iterable[Any]:
 
 
 def repack(report: CheckpointReport, folder: Path) -> tuple[str, ...]:
-    """Write the shards and their index into ``folder``, and return the layers that are not packed, for ``ignore``.
-
-    Raises CheckpointError for a packed layer with unusable values; they are checked when the shards are written.
-    """
+    """Write the shards and their index; return the layers left unpacked. Raises CheckpointError for bad values."""
     scheme = report.scheme
     assert scheme is not None
     sources = {name: t for t in report.tensors.values() if (name := _repacked_name(t, scheme)) is not None}

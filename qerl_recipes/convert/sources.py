@@ -65,10 +65,7 @@ def write_text_model(source: str | Path, destination: str | Path, *, overwrite: 
 
 
 def _text_names(report: CheckpointReport) -> dict[str, str]:
-    """Map the names of the language model's tensors in the source to those in the text model.
-
-    Raise CheckpointError for a tensor that belongs neither to the language model nor to the parts that are left out.
-    """
+    """Map the language model's names to the text model's; raise CheckpointError for a part that is not known."""
     renamed = {}
     for name in report.tensors:
         new = next((to + name.removeprefix(old) for old, to in RENAMED.items() if name.startswith(old)), name)

@@ -100,10 +100,7 @@ def _empty(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def _evaluate(folder: Path, base: Path, packed: Path, problems: int) -> None:
-    """Evaluate the BF16 base, then the NVFP4 base and its adapter.
-
-    Both evaluations run in this process, because importing lighteval takes longer than the completions.
-    """
+    """Evaluate the BF16 base, then NVFP4 base and adapter, in this process, which imports lighteval once."""
     from qerl_recipes.evaluate.run import evaluate
 
     for name, checkpoint, adapter in (("bf16", base, None), ("qerl_nvfp4", packed, folder / "adapter")):
@@ -120,10 +117,7 @@ def _evaluate(folder: Path, base: Path, packed: Path, problems: int) -> None:
 
 
 def _python(module: str, *arguments: object) -> None:
-    """Run a module in a process of its own, with which its engine ends.
-
-    Raise RuntimeError if it fails; its messages are on the terminal by then.
-    """
+    """Run a module in a process of its own, with which its engine ends; raise RuntimeError if it fails."""
     line = [sys.executable, "-m", module, *map(str, arguments)]
     if processes.run(line):
         raise RuntimeError(f"a stage of the demo failed: {' '.join(line)}")

@@ -96,7 +96,7 @@ def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> Batch:
 
 
 def train(model: PreTrainedModel, seed: int, most_steps: int = MOST_STEPS) -> int:
-    """Train ``model`` in place through both stages and return the number of steps; held-out prompts are never drawn.
+    """Train ``model`` in place and return the number of steps; held-out prompts are never drawn.
 
     Raise ValueError if step-by-step answers are not mastered after ``most_steps`` of the first stage.
     """
@@ -157,11 +157,7 @@ def accuracy(model: PreTrainedModel, problems: Sequence[Problem], *, think: bool
 
 
 def check_worth_learning(model: PreTrainedModel, problems: Sequence[Problem]) -> dict[str, float]:
-    """Return the greedy accuracy of the model's own style and of step-by-step answers.
-
-    Raise ValueError if step-by-step answers do not lead by at least 0.2: reinforcement learning would have nothing to
-    discover.
-    """
+    """Return greedy accuracy as it is and step by step; raise ValueError if that does not lead by 0.2."""
     of_itself, thinking = accuracy(model, problems), accuracy(model, problems, think=True)
     if thinking < of_itself + LEAST_GAP:
         raise ValueError(
@@ -173,10 +169,7 @@ def check_worth_learning(model: PreTrainedModel, problems: Sequence[Problem]) ->
 
 
 def make(out: str | Path, seed: int = 1, most_steps: int = MOST_STEPS) -> dict[str, float]:
-    """Train a starting model and save it in BF16 with its tokenizer; return its steps and held-out accuracies.
-
-    Raise ValueError, and write nothing, if training does not converge or the model is not worth learning from.
-    """
+    """Train and save a starting model; return its figures. Raise ValueError if it is not worth learning from."""
     model = new_model(seed)
     steps = train(model, seed, most_steps)
     model.to(torch.bfloat16)

@@ -32,10 +32,7 @@ SEED_DISTANCE = 2_000_003  # added to dataset_seed, so that worked problems have
 
 
 def worked(expression: str) -> str:
-    """Work ``12 + 7 - 4`` out from left to right: one line per operation, then a line with the answer.
-
-    Raise ValueError for anything but a chain of sums and differences of whole numbers.
-    """
+    """Work a chain of + and - out, one line per operation and one with the answer; else raise ValueError."""
     value, *rest = expression.split()
     total, lines = int(value), []
     if len(rest) % 2 or any(sign not in "+-" for sign in rest[::2]):
@@ -48,11 +45,7 @@ def worked(expression: str) -> str:
 
 
 def examples(script: ScriptArguments, count: int) -> Dataset:
-    """Return ``count`` conversations with a worked answer; ``prompt`` and ``completion`` are lists of messages.
-
-    Raise ConfigError if the recipe's task is not chain_sum of reasoning_gym, or if too few problems are left besides
-    the recipe's own.
-    """
+    """Return ``count`` new conversations with worked answers; raise ConfigError for another task, or too few."""
     if script.dataset_name != "reasoning_gym" or script.dataset_config != TASK:
         raise ConfigError(f"only {TASK} of reasoning_gym is worked out here; set dataset_config: {TASK}")
     used = {prompt for part in reasoning_gym.load(script) for prompt in part["prompt"]}
@@ -79,9 +72,7 @@ def texts(data: Dataset, tokenizer: Any) -> str:
 
 
 def make(recipe: str | Path, base: str, out: Path, *, steps: int = STEPS, seed: int = 0) -> dict[str, float]:
-    """Train ``base``, save it in BF16 with its tokenizer in ``out``, and return the number of steps and the last loss.
-
-    ``out`` also gets the worked conversations, as ``worked_answers.jsonl``.
+    """Train ``base`` and save it, its tokenizer and its conversations in ``out``; return steps and last loss.
 
     Raise FileExistsError if ``out`` is not empty, and ConfigError as ``examples`` does.
     """

@@ -53,10 +53,7 @@ class AdapterFolder:
         return rank
 
     def check_plain(self) -> None:
-        """Raise ValueError for an adapter that our engines cannot serve.
-
-        They serve plain LoRA, of one rank of at most 512.
-        """
+        """Raise ValueError for an adapter other than plain LoRA of one rank of at most 512."""
         try:
             check_config(self.config, ENGINE_RANKS[-1])
         except AdapterError as error:
@@ -98,10 +95,7 @@ class AdapterFolder:
         return tensors, norms
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the tensor files, names included.
-
-        They are adapter_model.safetensors, then norms.safetensors if it exists.
-        """
+        """Return the SHA-256 of adapter_model.safetensors and, if it exists, norms.safetensors, names included."""
         sha = hashlib.sha256()
         for name in (TENSORS, NORMS):
             file = self.path / name
@@ -129,10 +123,7 @@ def open_adapter(folder: str | Path) -> AdapterFolder:
 
 
 def engine_rank(rank: int) -> int:
-    """Return vLLM's smallest ``max_lora_rank`` that holds an adapter of ``rank``.
-
-    Raises ValueError above 512.
-    """
+    """Return vLLM's smallest ``max_lora_rank`` that holds ``rank``; raise ValueError above 512."""
     for allowed in ENGINE_RANKS:
         if rank <= allowed:
             return allowed

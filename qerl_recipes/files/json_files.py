@@ -7,10 +7,7 @@ from typing import Any
 
 
 def read_object(file: Path, way_out: str) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if there is no such file.
-
-    Raises ValueError, which ends with ``way_out``, if the file holds anything else.
-    """
+    """Return the JSON object in a file, {} without one; raise ValueError with ``way_out`` for anything else."""
     if not file.is_file():
         return {}
     try:
@@ -23,10 +20,7 @@ def read_object(file: Path, way_out: str) -> dict[str, Any]:
 
 
 def numbered(path: Path, unfinished: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file that are not blank, each with its number in the file, counted from 1.
-
-    A last line without a newline is left out unless ``unfinished``.
-    """
+    """Yield number and text of each line that is not blank; a last line may lack its newline if ``unfinished``."""
     # Some editors write a byte order mark, so read utf-8-sig. Avoid splitlines: it splits at U+2028, valid inside JSON.
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     for number, line in enumerate(lines if unfinished else lines[:-1], 1):

@@ -109,10 +109,7 @@ def versions() -> dict[str, str]:
 
 
 def dataset_hash(dataset: Dataset) -> str:
-    """Return the SHA-256 over all rows.
-
-    Unlike a fingerprint of ``datasets``, it does not depend on how the rows were made.
-    """
+    """Return the SHA-256 over all rows, however they were made, unlike a fingerprint of ``datasets``."""
     sha = hashlib.sha256(json.dumps([len(dataset), sorted(dataset.column_names)]).encode())
     for rows in dataset.iter(1000):
         sha.update(json.dumps(rows, sort_keys=True, default=str).encode())
@@ -122,10 +119,7 @@ def dataset_hash(dataset: Dataset) -> str:
 def describe(
     training: Any, base: str | Path, dataset: Dataset, base_name: str | None = None, start: str | None = None
 ) -> Run:
-    """Return the Run of a GRPOConfig on the checkpoint folder ``base``, recorded as ``base_name``.
-
-    ``start`` is the hash of the adapter that the run starts from, None if it starts with a new one.
-    """
+    """Return the Run of a GRPOConfig on a folder, by ``base_name``, that starts from an adapter of this hash."""
     return Run(
         base=base_name or written_name(base),
         base_hash=base_hash(base),
@@ -170,10 +164,7 @@ def read_state(folder: str | Path) -> State:
 
 
 def whole_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return the whole checkpoints of a run, oldest first.
-
-    Checkpoints that the run went back from are left out.
-    """
+    """Return the whole checkpoints of a run, oldest first, without those that it went back from."""
     checkpoints, abandoned = [], {name for _, names in _interrupted_moves(output_dir) for name in names}
     for path in Path(output_dir).glob("checkpoint-*"):
         match = NAME.fullmatch(path.name)
@@ -284,10 +275,7 @@ def _move(output_dir: Path, archive: Path, names: list[str]) -> None:
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:
-    """Delete the oldest whole checkpoints until ``limit`` are left; None or 0 keeps all.
-
-    Folders that are not whole are neither counted nor deleted.
-    """
+    """Delete the oldest whole checkpoints until ``limit`` are left; None or 0 keeps all."""
     if limit:
         for path in whole_checkpoints(output_dir)[:-limit]:
             # Delete the state file first: an interrupted deletion must not leave a folder that looks whole.
@@ -296,10 +284,7 @@ def rotate(output_dir: str | Path, limit: int | None) -> None:
 
 
 def check_recipe(state: State, recipe: Mapping[str, Any], folder: str | Path) -> None:
-    """Raise CheckpointMismatch, naming every changed key, if ``recipe`` differs from the run's.
-
-    ``recipe`` is as ``recorded`` returns it.
-    """
+    """Raise CheckpointMismatch, naming every changed key, if ``recipe`` (``recorded``) differs from the run's."""
     if changed := list(changes(state.recipe, recipe)):
         raise CheckpointMismatch(f"cannot resume from {folder}: {'; '.join(changed)}. {ANOTHER_RUN}")
 
@@ -335,10 +320,7 @@ def check_continues(state: State, expected: Run, folder: str | Path) -> None:
 
 
 def recorded(*parts: Any) -> dict[str, Any]:
-    """Return the honoured keys of a recipe as JSON values, without the secret ones.
-
-    ``parts`` are the recipe's dataclasses (script, training, model).
-    """
+    """Return the honoured keys of a recipe's dataclasses as JSON values, without the secret ones."""
     keys = sorted(HONOURED - SECRET)
     values = {key: getattr(part, key) for part in parts for key in keys if hasattr(part, key)}
     return json.loads(json.dumps(values, default=lambda value: getattr(value, "value", str(value))))

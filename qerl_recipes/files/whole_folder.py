@@ -59,10 +59,7 @@ def write_text(file: str | Path, text: str) -> None:
 
 
 def write_bytes(file: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all, over an existing one; raise OSError, naming the file, on failure.
-
-    A concurrent reader gets the old content or all of the new.
-    """
+    """Write a file whole or not at all, over an existing one; raise OSError, naming the file, on failure."""
     file = Path(file)
     partial = file.with_name(f".{file.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -78,11 +75,7 @@ def write_bytes(file: str | Path, content: bytes) -> None:
 
 
 def lock(folder: Path, *, wait: bool = False) -> int:
-    """Lock a folder for this process -> the file descriptor, which holds the lock until it is closed.
-
-    Raises BlockingIOError if another process holds the lock, unless ``wait`` is True. Raises FileNotFoundError if there
-    is no such folder.
-    """
+    """Lock a folder until the returned descriptor is closed; raise BlockingIOError if it is, unless ``wait``."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

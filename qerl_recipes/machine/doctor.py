@@ -69,10 +69,7 @@ def run() -> int:
 
 
 def examine() -> Report:
-    """Examine packages and devices, and check one layer.
-
-    Without torch, only the packages are examined.
-    """
+    """Examine packages and devices, and check one layer; without torch, only the packages are examined."""
     report = Report()
     for package in TESTED:
         add_version(report, package)
@@ -96,10 +93,7 @@ def installed(package: str) -> str | None:
 
 
 def add_version(report: Report, package: str) -> None:
-    """Add a row for a package.
-
-    Only a missing torch is a problem; a row says what needs another missing package.
-    """
+    """Add a row for a package; only a missing torch is a problem, another is told by what needs it."""
     version, tested = installed(package), ", ".join(TESTED[package])
     if version is None:
         report.rows.append((package, "not installed", f"needed for {NEEDED_BY[package]}"))
@@ -161,10 +155,7 @@ def engine_config(**options: Any) -> Any:
 
 
 def add_engine(report: Report, config: Any) -> None:
-    """Add a row for each setting that the engine's speed depends on, and say what switched it off.
-
-    ``config`` is a VllmConfig.
-    """
+    """Add a row for each setting of a VllmConfig that speed depends on, and say what switched it off."""
     processors = [point.name for point in importlib.metadata.entry_points(group="vllm.logits_processors")]
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     runner_reason = f"VLLM_USE_V2_MODEL_RUNNER={chosen}" if chosen else ""
@@ -188,10 +179,7 @@ def tested_as(name: str) -> str:
 
 
 def largest_recipe(memory_gb: float) -> str | None:
-    """Return the largest model of recipes/ whose recipes are sized for a GPU of ``memory_gb`` GB.
-
-    Returns None for less than a 24 GB board.
-    """
+    """Return the largest model of recipes/ that is sized for so many GB; None for less than a 24 GB board."""
     return next((recipe for size, recipe in RECIPES if memory_gb >= SPARE * size), None)
 
 

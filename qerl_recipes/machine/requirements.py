@@ -17,11 +17,7 @@ ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_att
 
 
 def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each thing that is missing.
-
-    It may be a package of the arm, optimizer or tracker, access to the hub, a GPU or a process for each of several, or
-    the token of a rollout server.
-    """
+    """Yield a line for each package, access to the hub, GPU, process or token of a server that is missing."""
     if training.quantization == "nf4" and not is_bitsandbytes_available():
         yield f"quantization: nf4 holds the weights by bitsandbytes, which is not installed; {BITSANDBYTES}"
     yield from _optimizer(training)

@@ -29,10 +29,7 @@ PORT = 8000  # vLLM's
 
 
 def command(model: str, arguments: Sequence[str]) -> list[str]:
-    """Return the server's command line.
-
-    ``arguments`` are those of ``vllm serve`` and override the defaults.
-    """
+    """Return the server's command line, in which ``arguments`` of ``vllm serve`` override the defaults."""
     chosen = list(arguments)
     if not any(argument == "--quantization" or argument.startswith("--quantization=") for argument in chosen):
         chosen += ["--quantization", "qerl_nvfp4"]
@@ -64,10 +61,7 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
 
 
 def _flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the flags of a command line, in order, each with its value.
-
-    For a flag without a value, the word that follows it is returned as one.
-    """
+    """Return the flags of a command line, in order, each with the value or word that follows it."""
     flags = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument.startswith("--"):
@@ -125,11 +119,7 @@ class ServerProcess:
 def started(
     line: Sequence[str], port: int, log: Path, environment: Mapping[str, str], *, seconds: float = 280
 ) -> Iterator[ServerProcess]:
-    """Start a server, wait until it is ready to answer, and yield it; end it when the block ends.
-
-    ``environment`` is added to ``processes.inherited``. Raises RuntimeError, with the end of ``log``, for a server that
-    ends or is not ready after ``seconds``.
-    """
+    """Start a server, yield it once it is ready, and end it; raise RuntimeError, with its log's end, for a failure."""
     import httpx
 
     process = processes.start(line, log, environment)

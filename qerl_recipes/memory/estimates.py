@@ -82,11 +82,7 @@ def saved_in_a_block(
 
 
 def _saved_by_experts(layer: ExpertsSize, width: int) -> int:
-    """Return the bytes per token that a layer of experts saves.
-
-    They are gate, up and output of each expert that the token goes through, its places in the sorted rows, and the
-    router's probabilities.
-    """
+    """Return the bytes per token of a layer: each used expert's gate, up, output and places, and the router."""
     return layer.used * (width * (2 * layer.inner + layer.hidden) + 3 * INT64) + 2 * FP32 * layer.count
 
 
@@ -105,11 +101,7 @@ def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, i
 def at_work(
     size: ModelSize, batch: MicroBatch, block: int, *, checkpointing: bool, expands: bool, itemsize: int = BF16
 ) -> tuple[int, int]:
-    """Return the peak bytes of (one block, the head) beside what is kept.
-
-    ``expands``: the frozen weights are 4-bit, and each is expanded while a product uses it. ``itemsize`` is the bytes
-    of a number in the model's dtype.
-    """
+    """Return the peak bytes of (one block, the head) beside what is kept; ``expands`` says that weights are 4-bit."""
     recomputed = batch.at_once * block if checkpointing else 0
     expanded = max(linear.N * linear.K for linear in size.linears) * BF16 if expands else 0
     working = batch.at_once * size.intermediate * WORKING_COPIES * itemsize + expanded
@@ -142,10 +134,7 @@ def _head(size: ModelSize, batch: MicroBatch) -> int:
 
 @dataclass(frozen=True)
 class Engine:
-    """The memory of a recipe's rollout engine on one GPU, in bytes.
-
-    ``rank`` is that of the trained adapter, and ``itemsize`` the bytes of a number in the model's dtype.
-    """
+    """The bytes of a rollout engine on one GPU; ``rank`` is the trained adapter's, ``itemsize`` of its numbers."""
 
     size: ModelSize
     training: GRPOConfig
@@ -205,10 +194,7 @@ def sequences(training: GRPOConfig) -> int:
 
 
 def cache_of_a_token(size: ModelSize, tensor_parallel: int, itemsize: int) -> int:
-    """Return the bytes that one token takes in the KV cache of one GPU: keys and values of all layers.
-
-    ``itemsize`` is the bytes of a number in the cache's dtype.
-    """
+    """Return the bytes of a token in one GPU's KV cache: keys and values of all layers, of ``itemsize`` each."""
     return 2 * size.layers * -(-size.kv_heads // tensor_parallel) * size.head_dim * itemsize
 
 

@@ -51,10 +51,7 @@ FP32, BF16 = 4, 2
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a plan: the bytes it holds in each phase.
-
-    ``detail`` explains how they come about. ``knobs`` are changes of the recipe that lower them, best first.
-    """
+    """The bytes that a part holds in each phase, how they come about, and ``knobs`` that lower them, best first."""
 
     name: str
     rollout: int
@@ -259,10 +256,7 @@ class _Run:
         self.lower_rank = (f"lora_r below {self.rank}",)
 
     def engine_parts(self) -> tuple[Part, ...]:
-        """Return the parts of the engine; they are empty if the engine is a server of its own.
-
-        A server is on another GPU, or uses a share of this one that the run does not control.
-        """
+        """Return the parts of the engine: none of a server, whose memory the run does not control."""
         if self.training.vllm_mode == SERVER:
             return ()
         engine, sleeps = self.engine, self.training.vllm_enable_sleep_mode
@@ -357,10 +351,7 @@ class _Run:
         return f"{MOST_SHARE} holds {max(0, int((MOST_SHARE * memory - beside) // one))} of {self.sequences}"
 
     def trained_parts(self) -> tuple[Part, ...]:
-        """Return the parts of the trained adapter, its gradients and the optimizer's state.
-
-        The adapter is in fp32. In training, 16-bit copies of it are added, which autocast keeps through a forward.
-        """
+        """Return the adapter in fp32, in training with autocast's copies, its gradients, and the optimizer's state."""
         count, targets = sizes.adapter_elements(self.targets, self.rank), tuple(self.training.noise_targets)
         norms = [elements for name, elements in self.size.norms.items() if is_target(name, targets)]
         norms = norms if self.training.train_norms else []
@@ -427,10 +418,7 @@ class _Run:
         return are_whole and is_one_step and (is_a_sum or training.gradient_accumulation_steps == 1)
 
     def working_parts(self, packs: int, checkpointed: int) -> tuple[Part, ...]:
-        """Return the activations and the temporary tensors of training.
-
-        Packed rows have ``packs`` tokens, and ``checkpointed`` blocks are recomputed.
-        """
+        """Return activations and temporary tensors, with rows of ``packs`` tokens and ``checkpointed`` blocks."""
         batch, itemsize, layers = self.micro_batch(packs), self.itemsize, self.size.layers
         # With use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on a GPU.
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu

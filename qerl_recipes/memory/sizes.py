@@ -99,10 +99,7 @@ class ModelSize:
 
 
 def measure(config: Mapping[str, Any]) -> ModelSize:
-    """Count a model on the meta device from its config.json; results are cached by config.
-
-    Raises ValueError for a model that transformers cannot build, and for a quantization that QeRL does not read.
-    """
+    """Count a model from its config.json; raise ValueError for a model or a quantization that cannot be read."""
     return _measure(json.dumps(config, sort_keys=True))
 
 
@@ -168,10 +165,7 @@ def _fuse(linears: tuple[LinearSize, ...]) -> tuple[tuple[LinearSize, ...], ...]
 
 
 def engine_weights(size: ModelSize, arm: str, itemsize: int = 2) -> int:
-    """Return the bytes of the engine's model without an adapter.
-
-    ``arm`` is the recipe's ``quantization``, and ``itemsize`` the bytes of an activation and of a dense weight.
-    """
+    """Return the bytes of the engine's model without an adapter; a dense number has ``itemsize``."""
     norm = FP32 if arm == "qerl_nvfp4" else itemsize
     vocabulary = _round_up(size.vocabulary, VOCABULARY_PADDING) * size.hidden * (1 if size.tied else 2)
     rotary = size.positions * size.head_dim
@@ -222,10 +216,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def resident_adapter(size: ModelSize, rank: int, itemsize: int = 2) -> int:
-    """Return the bytes of the adapter's buffers in the engine's quantized layers.
-
-    A fused layer stacks the A matrices of its parts and has their B matrices in block-diagonal form.
-    """
+    """Return the bytes of an adapter in the layers: A stacked, B block-diagonal in those that vLLM fuses."""
     return sum(
         _round_up(len(parts) * rank, COLUMNS) * (sum(part.N for part in parts) + parts[0].K) * itemsize
         for parts in size.fused

@@ -78,11 +78,7 @@ class OutOfMemory(MemoryError):
 
 @contextlib.contextmanager
 def explained(plan: Plan | None, output_dir: str, trainer: Any = None) -> Iterator[None]:
-    """Run the block, and turn an out-of-memory error of torch, vLLM or cuBLAS into OutOfMemory.
-
-    ``plan`` is the memory plan of the run, or None on a CPU. ``trainer`` is the trainer that runs in the block, or None
-    while it is being built.
-    """
+    """Turn an out-of-memory error in the block into OutOfMemory; ``trainer`` is None while it is being built."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -79,10 +79,7 @@ def steps_per_rollout(training: GRPOConfig) -> int:
 
 
 def needs_every_completion(training: GRPOConfig) -> str | None:
-    """Return the recipe key that makes completions with an advantage of 0 matter; None if no key does.
-
-    Such a key gives these rows a gradient, makes them part of another figure, or turns packing off.
-    """
+    """Return the recipe key by which completions with an advantage of 0 matter; None if there is none."""
     reasons = {
         "pack_tokens: 0": not training.pack_tokens,
         f"beta: {training.beta:g}": training.beta != 0,
@@ -96,10 +93,7 @@ def needs_every_completion(training: GRPOConfig) -> str | None:
 
 
 def narrowing(training: GRPOConfig) -> Iterator[str]:
-    """Yield the keys that take tokens out of the sampling distribution or change the probabilities of the others.
-
-    Keys of the recipe come with their values, those of ``generation_kwargs`` by name.
-    """
+    """Yield the keys, those of the recipe with values, that change which tokens are drawn, or how probably."""
     narrows = {
         "top_p": training.top_p < 1,
         "top_k": training.top_k > 0,
@@ -115,10 +109,7 @@ def narrowing(training: GRPOConfig) -> Iterator[str]:
 
 
 def without_effect(training: GRPOConfig) -> Iterator[str]:
-    """Yield a warning for each group of keys that do nothing in this recipe, or that make logp_diff less telling.
-
-    It says what to set instead.
-    """
+    """Yield a warning, with the way out, for keys that do nothing, or that make logp_diff less telling."""
     if "wandb" not in (training.report_to or ()):
         keys = ("wandb_entity", "wandb_project", "wandb_run_group")
         if unused := [key for key in keys if getattr(training, key) is not None]:

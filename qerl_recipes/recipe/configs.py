@@ -49,10 +49,7 @@ _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, Overflo
 
 @dataclass
 class ScriptArguments(trl.ScriptArguments):
-    """Hold the keys for data, rewards and the adapter to start from.
-
-    Names and defaults are Open-R1's where it has them.
-    """
+    """Hold the keys for data, rewards and the adapter to start from, under Open-R1's names where it has them."""
 
     dataset_mixture: dict | str | None = key(
         None, "Open-R1's mixture: {datasets: [{id, config, split, columns, weight}], seed}."
@@ -128,10 +125,7 @@ def _refuse_below_1(arguments: Any, name: str, way_out: str) -> None:
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a mapping given by YAML or as the JSON text of a flag; None stays None.
-
-    Raises ConfigError for anything else.
-    """
+    """Return a mapping of YAML, or of a flag's JSON text; None stays None. Raises ConfigError for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -299,10 +293,7 @@ class GRPOConfig(trl.GRPOConfig):
             self.mixed_precision = "no"  # accelerate's loss scaler would skip steps; the trainer has its own
 
     def to_dict(self) -> dict[str, Any]:
-        """Return TRL's dictionary, which experiment trackers record.
-
-        The server's address in it has neither user nor password.
-        """
+        """Return TRL's dictionary for experiment trackers; the server's address has no user or password in it."""
         content: dict[str, Any] = super().to_dict()
         url = self.vllm_server_base_url
         return {**content, "vllm_server_base_url": url if url is None else shown(url)}
@@ -316,10 +307,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     @property
     def server_address(self) -> str:
-        """Return the address of the rollout server, such as http://127.0.0.1:8000, without /v1.
-
-        It may contain user and password: use it for requests, do not show it.
-        """
+        """Return the server's address without /v1, perhaps with user and password: do not show it."""
         if (url := self.vllm_server_base_url) is not None:
             return str(url.rstrip("/").removesuffix("/v1"))
         host = self.vllm_server_host
@@ -355,10 +343,7 @@ class GRPOConfig(trl.GRPOConfig):
         return asked
 
     def _settle_batches(self, asked: "_Batches") -> None:
-        """Divide a rollout of ``generation_batch_size`` into steps, now that TRL has divided it among processes.
-
-        Warns if one key that ``asked`` has not would divide it in an unexpected way.
-        """
+        """Divide a rollout into steps, now that TRL has divided it among processes; warn of an unexpected division."""
         if asked.rollout is None:
             return
         share, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
@@ -380,10 +365,7 @@ class GRPOConfig(trl.GRPOConfig):
             )
 
     def _not_whole_groups(self) -> str | None:
-        """Say what to change where a rollout is not a whole number of groups; return None where it is.
-
-        TRL only says that it is not.
-        """
+        """Say what to change where a rollout is not a whole number of groups; return None where it is."""
         size, group = self.generation_batch_size, self.num_generations
         if not isinstance(size, int) or group < 1 or size % group == 0:
             return None
@@ -417,10 +399,7 @@ class GRPOConfig(trl.GRPOConfig):
             )
 
     def _fill_in_noise(self) -> None:
-        """Fill in the noise keys that are None, importance correction among them.
-
-        Raises ConfigError for values out of range and for keys that contradict each other.
-        """
+        """Fill in noise keys that are None; raise ConfigError for values out of range or in contradiction."""
         sigmas = {"sigma_start": self.sigma_start, "sigma_end": self.sigma_end}
         set_keys = [name for name, value in {**sigmas, "num_stages": self.num_stages}.items() if value]
         for name, value in sigmas.items():
@@ -571,10 +550,7 @@ def _split_config(flags: list[str]) -> tuple[list[str], str | None]:
 
 
 def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:
-    """Say in one line what is trained.
-
-    Nobody should mistake the run for full fine-tuning, or the adapter for one on other layers.
-    """
+    """Say in one line what is trained, lest the run be mistaken for full fine-tuning."""
     if script.adapter_name_or_path is not None:
         return f"adapter: goes on from {script.adapter_name_or_path}; the base stays as it is"
     targets = model.lora_target_modules
@@ -586,10 +562,7 @@ def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:
 
 
 def tracker_environment(training: GRPOConfig) -> dict[str, str]:
-    """Return the environment variables through which Weights & Biases takes the wandb_* keys.
-
-    Set them before the trainer starts.
-    """
+    """Return the variables by which Weights & Biases takes the wandb_* keys; set them before the trainer starts."""
     named = {
         "WANDB_ENTITY": training.wandb_entity,
         "WANDB_PROJECT": training.wandb_project,

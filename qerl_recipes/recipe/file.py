@@ -79,10 +79,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 class RecipeParser(TrlParser):
-    """Extend TRL's parser: a mistake raises ConfigError instead of exiting the program.
-
-    No flag may be abbreviated.
-    """
+    """Extend TRL's parser: a mistake raises ConfigError and no flag may be abbreviated."""
 
     def __init__(self, dataclass_types: Iterable[Any]) -> None:
         super().__init__(dataclass_types, allow_abbrev=False, prog="qerl train")
@@ -139,10 +136,7 @@ def _read_one(path: Path) -> dict[str, Any]:
 
 
 def up_to_date(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a user's keys and values under today's names, and warn of each former one.
-
-    ``where`` says in messages who wrote them. Raises ConfigError for a key that occurs under both names.
-    """
+    """Return keys and values of ``where`` under today's names; warn of former ones, raise ConfigError for both."""
     for key, value in content.items():
         if key in FORMER_KEYS:
             _warn_of_former(where, key, FORMER_KEYS[key])
@@ -173,10 +167,7 @@ def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:
 
 
 def _drop(key: str, value: object, where: str) -> str | None:
-    """Warn that a key has no effect -> None.
-
-    A value that asks for something else is refused: returns the refusal, without a warning.
-    """
+    """Warn that a key has no effect, or return the refusal of a value that asks for something else."""
     dropped = WITHOUT_EFFECT[key]
     if str(value).lower() not in {str(allowed).lower() for allowed in dropped.allowed}:  # a flag's value is always text
         return refused(key, dropped, value)
@@ -234,10 +225,7 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
 
 
 def _checked(parser: RecipeParser, action: argparse.Action, value: object, where: str) -> Any:
-    """Convert a YAML value as the parser converts the text of a flag.
-
-    YAML itself reads 1e-5 as text and ``no`` as false, and checks nothing.
-    """
+    """Convert a YAML value as the parser converts a flag's text: YAML reads 1e-5 as text and ``no`` as false."""
     takes_list = action.nargs == "+"
     if value is None or (isinstance(value, dict) and action.type is str and not takes_list):
         return value
@@ -260,11 +248,7 @@ def _checked(parser: RecipeParser, action: argparse.Action, value: object, where
 
 
 def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
-    """Translate command-line flags to today's names.
-
-    Returns them, and what became of the flags of WITHOUT_EFFECT, as ``defaults_from_yaml`` does. Raises ConfigError for
-    an unknown flag.
-    """
+    """Return flags under today's names, and what became of WITHOUT_EFFECT's; raise ConfigError for an unknown one."""
     valid = parser.keys()
     options = set(parser._option_string_actions)
     translated: list[str] = []
@@ -311,10 +295,7 @@ def _is_optional_text(parser: RecipeParser, option: str) -> bool:
 
 
 def help_text(parser: RecipeParser) -> str:
-    """Format the help of a ``RecipeParser``: QeRL's keys by topic, then TRL's, then the refused ones.
-
-    Defaults are those of ``parser``: where a recipe has been read, the recipe's.
-    """
+    """Format the help of a parser, with its defaults: QeRL's keys by topic, then TRL's, then the refused ones."""
     actions = {action.dest: action for action in reversed(parser._actions)}  # --key, not --no_key
     page = argparse.ArgumentParser(
         usage=USAGE,
@@ -355,10 +336,7 @@ def _default(action: argparse.Action) -> Any:
 
 
 def _summary(action: argparse.Action) -> str:
-    """Return the first sentence of a key's help, and its choices if they are few.
-
-    For a refused key, return the way out.
-    """
+    """Return the first sentence of a key's help and its choices if they are few; of a refused key the way out."""
     if action.dest in REFUSED:
         return REFUSED[action.dest].way_out.replace("%", "%%") + "."
     sentence = SENTENCE_END.split(" ".join((action.help or "").split()))[0].rstrip(".") + "."

@@ -16,10 +16,7 @@ PROBE = "4815162342"  # replaces the problem; no template contains it, and no fi
 
 
 def template_text(source: str) -> str:
-    """Return the Jinja text of a chat template.
-
-    ``source`` is that text itself or the path of a file. Raises ValueError where it is neither.
-    """
+    """Return the Jinja text that ``source`` is, or that of the file; raise ValueError where it is neither."""
     if "{{" in source or "{%" in source:
         return source
     try:
@@ -32,10 +29,7 @@ def template_text(source: str) -> str:
 
 
 def problem_turn(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the message that asks the problem.
-
-    It is the user's last message, or the last message if no user speaks.
-    """
+    """Return the index of the message that asks the problem: the user's last one, or without any the last."""
     return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
 
 
@@ -81,11 +75,7 @@ def sampling_parameters(training: "GRPOConfig") -> dict[str, Any]:
 
 
 def for_sampling_params(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert JSON parameters to arguments of ``vllm.SamplingParams``.
-
-    Structured outputs become an object, and the tokens of ``logit_bias`` become numbers. A request to a server carries
-    the parameters as JSON.
-    """
+    """Convert parameters, which a request carries as JSON, to arguments of ``vllm.SamplingParams``."""
     from vllm.sampling_params import StructuredOutputsParams
 
     converted = dict(parameters)

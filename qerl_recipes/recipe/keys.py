@@ -265,11 +265,7 @@ def refused(key: str, refusal: Refusal, value: Any) -> str:
 
 
 def refusals(*configs: Any) -> list[str]:
-    """Return one line for each key of the dataclass instances whose value cannot be honoured.
-
-    The list is empty if all can. ``parse`` stores lines about keys that are no fields of theirs in
-    ``ScriptArguments.refused``; they are included.
-    """
+    """Return a line for each key of the dataclasses that cannot be honoured, those that ``parse`` refused included."""
     lines: list[str] = []
     for config in configs:
         lines += getattr(config, "refused", [])

@@ -4,11 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """Hold the numbers of a config.json that decide how much memory a model takes.
-
-    In a mixture of experts, each token passes through ``used`` of the ``experts``, whose inner size is
-    ``expert_intermediate``.
-    """
+    """Hold what decides a model's memory; in a mixture a token passes through ``used`` of the ``experts``."""
 
     hidden: int
     intermediate: int
@@ -66,11 +62,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # in a mixture of experts,
 
 
 def config_json(size: str) -> dict[str, Any]:
-    """Return the Hugging Face config of a model by size.
-
-    ``size`` names a Qwen2.5 (7B), Qwen3-30B-A3B (30B-A3B), or a tiny model of either kind (tiny, tiny-moe). Raises
-    ValueError for an unknown one.
-    """
+    """Return the config of a Qwen2.5 (7B), 30B-A3B, tiny or tiny-moe; raise ValueError for an unknown size."""
     known = {**SHAPES, **MIXTURES, "tiny": TINY}
     if size not in known:
         raise ValueError(f"unknown shape {size!r}; known: {', '.join(known)}")

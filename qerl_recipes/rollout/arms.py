@@ -21,10 +21,7 @@ ENGINE_ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
 def engine_on_cpu(base: str) -> dict[str, Any]:
-    """Return ENGINE_ON_CPU for the checkpoint ``base``.
-
-    A model with linear attention also goes without a prefix cache: there vLLM supports one only with chunked prefill.
-    """
+    """Return ENGINE_ON_CPU; linear attention also goes without a prefix cache, for which vLLM needs chunked prefill."""
     is_hybrid = "linear_attention" in (read_config(base).get("layer_types") or ())
     return {**ENGINE_ON_CPU, **({"enable_prefix_caching": False} if is_hybrid else {})}
 

@@ -30,10 +30,7 @@ from qerl_vllm_plugin.worker.kv_cache import KVCacheError
 
 
 class VLLMRollouts(SeededRollouts):
-    """Run vLLM with the frozen weights of one arm, the unmerged adapter of the policy, and its noise.
-
-    ``rollout.interface.StartEngine`` describes the arguments.
-    """
+    """Run vLLM with an arm's frozen weights, the policy's unmerged adapter and its noise, as a ``StartEngine``."""
 
     # of vLLM's sleep: 1 moves the weights to CPU memory; 2 would discard them, and only the checkpoint holds them
     sleep_level = 1
@@ -120,10 +117,7 @@ class VLLMRollouts(SeededRollouts):
         return completions[first : first + len(requests)]
 
     def _compute(self, requests: list[Request], follow: Follow | None = None) -> tuple[list[Completion], int]:
-        """Return the completions of all ranks that share this engine, and the index of this rank's first one.
-
-        Every rank takes every step and sees what it ends. If any rank follows, all of them then exchange what follows.
-        """
+        """Return the completions of all ranks of this engine, each of which takes every step, and this rank's first."""
         everyones, first, is_followed = self._over_tensor_parallel(requests, follow is not None)
         if not everyones:
             return [], 0
@@ -177,10 +171,7 @@ class VLLMRollouts(SeededRollouts):
         return logprobs
 
     def frozen_weights(self) -> FrozenWeights:
-        """Return views of the frozen weights. Raises NotShareableError if there can be none.
-
-        From now on, an engine with sleep mode frees only the memory of its KV cache and keeps its weights.
-        """
+        """Return views of the frozen weights, which sleep no more; raise NotShareableError if there can be none."""
         self._wake()
         weights = frozen_weights(self.llm)
         self._is_lent = True
@@ -188,10 +179,7 @@ class VLLMRollouts(SeededRollouts):
         return weights
 
     def check_weights(self) -> None:
-        """Raise KVCacheError if the trainer has changed a lent weight, an adapter or a norm of the engine.
-
-        Call it before anything is saved. An engine that is not asleep is not checked.
-        """
+        """Raise KVCacheError if the trainer changed what a sleeping engine lent; call it before anything is saved."""
         if self._is_lent and self._is_asleep:
             self.policy.check_unchanged()
 
@@ -275,11 +263,7 @@ class VLLMRollouts(SeededRollouts):
     def _over_tensor_parallel(
         self, requests: list[Request], is_followed: bool = False
     ) -> tuple[list[Request], int, bool]:
-        """Return the requests of all ranks that share this engine, and the index of this rank's first one among them.
-
-        The last value says whether any of them is followed by others. Ranks may have different numbers of requests, or
-        none.
-        """
+        """Return the requests of all ranks of this engine, the index of this rank's first, and if any has followers."""
         if self._tensor_parallel_group is None:
             return requests, 0, is_followed
         gathered: list[Any] = [None] * self._tensor_parallel
@@ -291,10 +275,7 @@ class VLLMRollouts(SeededRollouts):
         return [request for part, _ in gathered for request in part], first, any(one for _, one in gathered)
 
     def _sleep(self) -> None:
-        """Free GPU memory for the trainer until the next rollout.
-
-        An engine that has lent its weights keeps them and frees the KV cache alone.
-        """
+        """Free GPU memory for the trainer: of an engine that has lent its weights the KV cache alone."""
         if not self._training.vllm_enable_sleep_mode or self._is_asleep:
             return
         if self._is_lent:

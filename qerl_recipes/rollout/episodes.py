@@ -98,10 +98,7 @@ class Episode:
 
 
 class Answer(NamedTuple):
-    """Hold a tool's message, and its ``text`` that the policy reads.
-
-    Rewards see a list as it was returned, as in TRL. The policy reads it as text, which most chat templates leave out.
-    """
+    """Hold a tool's message as rewards see it, a list as it was returned, and its ``text`` for the policy."""
 
     message: Message
     text: str
@@ -172,10 +169,7 @@ def begun(row: Mapping[str, Any], environment: Environment | None, *, is_one_of_
 
 
 def between_turns(answers: list[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that the chat template puts between two turns: ``answers`` of tools, and what opens the next.
-
-    ``options`` are those with which prompts are rendered (``tasks.environments.rendering``).
-    """
+    """Return the tokens that the chat template, with its ``options``, puts around ``answers`` between two turns."""
     # TRL has this as a method of its trainer, which reads nothing but these values of it
     kwargs = {name: value for name, value in options.items() if name != "chat_template"}
     values: Any = SimpleNamespace(processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False)
@@ -210,10 +204,7 @@ class Player:
         read_any_text(self.tokenizer)
 
     def play(self, episodes: Sequence[Episode], num_generations: int = 1, profiler: Any = None) -> float:
-        """Play ``episodes`` to their ends; return the seconds that this took in tools, or waited for them.
-
-        None of them has had a turn, or each its first one. The engine gets ``num_generations`` and ``profiler``.
-        """
+        """Play ``episodes``, of none or one turn each, to their ends; return the seconds that tools took."""
         self._seconds, computed, called = 0.0, 0, dict[int, Calls]()
 
         def go_on(ended: Sequence[Taken]) -> list[Turn]:
@@ -373,11 +364,7 @@ def read_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as text.
-
-    Bytes are decoded, and the texts of content blocks joined. Raises ValueError for bytes that are no UTF-8, and for
-    other blocks, such as images.
-    """
+    """Return a tool's result as text; raise ValueError for bytes that are no UTF-8, and for blocks of no text."""
     if isinstance(result, bytes):
         return result.decode()
     if not (isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result)):

@@ -36,10 +36,7 @@ class Completion(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Hold a completion that has ended.
-
-    ``number`` is that of its request among those of one call. ``is_cut`` says that its tokens ran out.
-    """
+    """Hold a completion that has ended, the number of its request, and whether its tokens ran out."""
 
     number: int
     completion: Completion
@@ -86,10 +83,7 @@ class Seeds:
         self._phase, self._rollout, self._call, self._turn = phase, rollout, 0, 0
 
     def draw(self, first: int, count: int, num_generations: int) -> list[int]:
-        """Return this process's seeds of the next batch: its ``count`` completions start at index ``first``.
-
-        Inside ``one_batch`` this is a later turn of the same batch from the second time on.
-        """
+        """Return the seeds of ``count`` completions from index ``first`` on; inside ``one_batch`` of its next turn."""
         if self._turn == 0:
             self._first, self._num_generations = first, num_generations
         seeds = [self.of(place, self._turn) for place in range(count)]
@@ -192,10 +186,7 @@ class SeededRollouts(ABC):
     def _complete(
         self, requests: list[Request], profiler: AbstractContextManager[Any] | None, follow: Follow | None = None
     ) -> list[Completion]:
-        """Return the completion of each request, inside ``_timed(profiler)``.
-
-        With ``follow`` there are further requests, and what is returned is of no use.
-        """
+        """Return the completion of each request, inside ``_timed(profiler)``; with ``follow`` only make them."""
 
     def _open(self, rollout: int) -> None:
         self._seeds.open("train", rollout)

@@ -235,10 +235,9 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class CompletionsClient:
-    """Request completions from one server.
+    """Request completions, all with vLLM's sampling ``parameters``, from a server behind a ``login``'s proxy.
 
-    ``parameters`` are vLLM's sampling parameters, the same for all requests. ``login`` is for a proxy before the
-    server. ``timeout``, in seconds, limits connecting alone.
+    ``timeout``, in seconds, limits connecting alone.
     """
 
     def __init__(

@@ -87,10 +87,7 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Needs:
-    """Hold what a recipe needs of a server.
-
-    These are the base checkpoint by name and hash, the adapter's rank, the dtype, and the tokens of a sequence.
-    """
+    """Hold what a recipe needs of a server: base and its hash, adapter's rank, dtype, and tokens of a sequence."""
 
     base: str
     base_hash: str
@@ -174,10 +171,7 @@ class ServerLink:
         return state
 
     def push(self, policy: Snapshot, noise: Noise) -> Pushed:
-        """Make the server serve a new policy, with the next version and this noise.
-
-        Raises ServerLostError, ServerRefusedError and, if another program pushes too, AnotherPolicyError.
-        """
+        """Serve a new policy with this noise; raise ServerLostError, ServerRefusedError or AnotherPolicyError."""
         self.version += 1
         return self._push(policy, noise, self.version)
 
@@ -201,11 +195,7 @@ class ServerLink:
         return replace(again, noisy_norms=pushed.noisy_norms)
 
     def _push(self, policy: Snapshot, noise: Noise, version: int, again: bool = False) -> Pushed:
-        """Push until the server holds ``policy``, ``noise`` and ``version``.
-
-        ``again`` says that this is after a restart. Then several processes of this run may push at once, while others
-        already request completions.
-        """
+        """Push until the server holds all three; ``again``, after a restart, other processes push and ask meanwhile."""
         mode = "wait" if again else "keep"
 
         def change() -> Pushed | None:

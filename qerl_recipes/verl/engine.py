@@ -14,10 +14,7 @@ DTYPE = torch.bfloat16  # of activations, embedding and head; the adapter has mo
 
 
 class SentLinear(FrozenNVFP4Linear):
-    """A FrozenNVFP4Linear whose block scales are stored as uint8.
-
-    verl broadcasts all buffers from the first rank to the others, and gloo does not support float8.
-    """
+    """A FrozenNVFP4Linear with block scales as uint8: verl broadcasts buffers, and gloo has no float8."""
 
     def __init__(self, frozen: FrozenNVFP4Linear) -> None:
         parts = (frozen.weight_packed, frozen.weight_scale, frozen.weight_global_scale)
@@ -53,10 +50,7 @@ class FrozenEngine(FSDPEngineWithLMHead):
     """
 
     def _build_module(self) -> torch.nn.Module:
-        """Load the frozen model.
-
-        Raise ValueError for settings that it cannot honour, and whatever ``loading.load`` raises.
-        """
+        """Load the frozen model; raise ValueError for settings that it cannot honour, and as ``loading.load``."""
         if reasons := self._refusals():
             raise ValueError("; ".join(reasons))
         model = self.model_config
@@ -82,10 +76,7 @@ class FrozenEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Add the adapter in ``model_dtype``; verl would round a new one to the dtype of the frozen weights.
-
-        The product of adapter and frozen layer is computed as one and rounded once, as in the rollout engine.
-        """
+        """Add the adapter in ``model_dtype``, computed with its frozen layer and rounded once, as in the engine."""
         wrapped = super()._build_lora_module(module)
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
