@@ -30,7 +30,7 @@ from qerl_recipes.files import base_model
 from qerl_recipes.machine.gpu import GB, Gpu, installed_gpu
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import parse
-from qerl_recipes.recipe.file import read_yaml, up_to_date
+from qerl_recipes.recipe.file import flags, read_yaml, up_to_date
 from qerl_recipes.recipe.keys import TOPICS
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 from qerl_vllm_plugin.wire.address import hidden
@@ -191,13 +191,6 @@ class Workload:
         if engine_share is not None:
             recipe["vllm_gpu_memory_utilization"] = f"{engine_share:.4f}"
         return recipe | dict(self.overrides)
-
-
-def flags(recipe: Mapping[str, Any]) -> list[str]:
-    """Return a recipe as ``qerl train`` takes it from a command line."""
-    texts = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in recipe.items()}
-    values = {key: value if isinstance(value, list) else [str(value)] for key, value in texts.items()}
-    return [str(part) for key, parts in values.items() for part in (f"--{key}", *parts)]
 
 
 def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) -> tuple[tuple[str, str], ...]:

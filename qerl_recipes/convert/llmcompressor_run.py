@@ -66,9 +66,11 @@ def environment() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second `qerl quantize` waits for the first
         if not is_ready():
             shutil.rmtree(folder, ignore_errors=True)  # what an interrupted call left
+            release = torch.__version__.partition("+")[0]
             commands = [
                 [sys.executable, "-m", "venv", str(folder)],
-                [str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS, _torch_pin()],
+                # the release of this torch, which a local build (such as +cpu) meets as well
+                [str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS, f"torch=={release}"],
             ]
             for command in commands:
                 Console().print("making llmcompressor's own environment:", " ".join(command), highlight=False)
@@ -85,11 +87,6 @@ def is_ready() -> bool:
 def _folder() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "qerl" / REQUIREMENTS[0].replace("==", "-")
-
-
-def _torch_pin() -> str:
-    """Return a requirement of the running torch's release, which a local build (such as +cpu) meets as well."""
-    return f"torch=={torch.__version__.partition('+')[0]}"
 
 
 def _visible(device: str) -> dict[str, str]:

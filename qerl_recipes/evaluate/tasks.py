@@ -157,7 +157,7 @@ def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskCo
     judge, vote = {
         MATH: (_math_judge(), _mathematics),
         ACCURACY: (_accuracy_judge, _marked),
-        EXACT: (_exact_judge, _text),
+        EXACT: (lambda doc, text: is_exactly(text, doc.get_golds()[0]), _text),
         NUMBER: (_number_judge, last_number),
     }[f"{kind}:"]
     return read_problems(Path(path)), _local(name, None), judge, vote
@@ -226,10 +226,6 @@ def _accuracy_judge(doc: Doc, text: str) -> bool:
     return answer is not None and verify(parse(doc.get_golds()[0]), answer.parsed)
 
 
-def _exact_judge(doc: Doc, text: str) -> bool:
-    return is_exactly(text, doc.get_golds()[0])
-
-
 def _number_judge(doc: Doc, text: str) -> bool:
     wanted = last_number(doc.get_golds()[0])
     return wanted is not None and wanted == last_number(text)
@@ -284,7 +280,9 @@ def _local(name: str, longest: int | None) -> LightevalTaskConfig:
     """Return the configuration of a task over rows of prompt and answer, of at most ``longest`` tokens."""
     return LightevalTaskConfig(
         name=name,
-        prompt_function=_prompt_and_answer,
+        prompt_function=lambda line, task_name=None: Doc(
+            task_name=task_name, query=line["prompt"], choices=[line["answer"]], gold_index=0
+        ),
         hf_repo="",
         hf_subset="",
         metrics=[],
@@ -292,7 +290,3 @@ def _local(name: str, longest: int | None) -> LightevalTaskConfig:
         evaluation_splits=["test"],
         generation_size=longest,
     )
-
-
-def _prompt_and_answer(line: dict[str, str], task_name: str | None = None) -> Doc:
-    return Doc(task_name=task_name, query=line["prompt"], choices=[line["answer"]], gold_index=0)

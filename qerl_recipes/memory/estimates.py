@@ -107,7 +107,11 @@ def at_work(
     working = batch.at_once * size.intermediate * WORKING_COPIES * itemsize + expanded
     in_experts = [_in_experts(layer, batch, expands, itemsize) for layer in size.experts]
     mask = batch.rows * batch.length**2
-    return recomputed + mask + max([working, *in_experts]), _head(size, batch)
+    # the head has two chunks of fp32 logits, a BF16 gradient, and two BF16 hidden states
+    rows = max(1, CHUNK_BYTES // (FP32 * size.vocabulary))
+    head = min(batch.scored, 2 * rows) * FP32 * size.vocabulary
+    head += BF16 * (min(batch.scored, rows) * size.vocabulary + 2 * batch.scored * size.hidden)
+    return recomputed + mask + max([working, *in_experts]), head
 
 
 def _in_experts(layer: ExpertsSize, batch: MicroBatch, expands: bool, itemsize: int) -> int:
@@ -123,13 +127,6 @@ def _in_experts(layer: ExpertsSize, batch: MicroBatch, expands: bool, itemsize: 
         gradients = max(of_outputs, of_product) + 2 * itemsize * layer.hidden
         return 2 * layer.count * layer.inner * layer.hidden * BF16 + batch.at_once * gradients
     return batch.at_once * layer.used * (2 * FP32 * layer.hidden + 2 * layer.inner * itemsize)
-
-
-def _head(size: ModelSize, batch: MicroBatch) -> int:
-    """Return the peak bytes of the head: two chunks of fp32 logits, a BF16 gradient, and two BF16 hidden states."""
-    rows = max(1, CHUNK_BYTES // (FP32 * size.vocabulary))
-    logits = min(batch.scored, 2 * rows) * FP32 * size.vocabulary
-    return logits + BF16 * (min(batch.scored, rows) * size.vocabulary + 2 * batch.scored * size.hidden)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,8 @@ def _measure(config: str) -> ModelSize:
         for name, m in model.named_modules()
         if isinstance(m, torch.nn.Linear) and m is not head
     )
+    named = {linear.name: linear for linear in linears}
+    groups = dict.fromkeys(tuple(fused_with(name, named)) for name in named)  # q, k and v; gate and up
     tied = bool(built.tie_word_embeddings)
     experts = tuple(
         ExpertsSize(
@@ -151,17 +153,10 @@ def _measure(config: str) -> ModelSize:
         head_dim=getattr(built, "head_dim", None) or built.hidden_size // built.num_attention_heads,
         positions=built.max_position_embeddings,
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
-        fused=_fuse(linears),
+        fused=tuple(tuple(named[name] for name in group) for group in groups),
         experts=experts,
         routers=sum(layer.count * layer.hidden for layer in experts),
     )
-
-
-def _fuse(linears: tuple[LinearSize, ...]) -> tuple[tuple[LinearSize, ...], ...]:
-    """Group the linears as vLLM fuses them: q, k and v into one layer, gate and up into another."""
-    named = {linear.name: linear for linear in linears}
-    groups = dict.fromkeys(tuple(fused_with(name, named)) for name in named)
-    return tuple(tuple(named[name] for name in group) for group in groups)
 
 
 def engine_weights(size: ModelSize, arm: str, itemsize: int = 2) -> int:

@@ -470,18 +470,14 @@ class ModelConfig(trl.ModelConfig):
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             # TRL turns a list of one into a text, which PEFT would read as a pattern for whole names: no match
             self.lora_target_modules = [self.lora_target_modules]
-        if _is_missing_flash(self.attn_implementation):
+        flash = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+        if self.attn_implementation in flash and not flash[self.attn_implementation]():
             warnings.warn(
                 f"attn_implementation: {self.attn_implementation} needs a GPU and the package flash-attn, which are "
                 "not here; sdpa is used, which runs in PyTorch's own flash attention on a GPU",
                 stacklevel=2,
             )
             self.attn_implementation = "sdpa"
-
-
-def _is_missing_flash(attention: str | None) -> bool:
-    is_here = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    return attention in is_here and not is_here[attention]()
 
 
 def parser() -> RecipeParser:

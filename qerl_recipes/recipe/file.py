@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import json
 import re
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -156,6 +157,15 @@ def _warn_of_former(where: str, former: str, current: str) -> None:
 def _parsed(text: str) -> Any:
     """Parse YAML, which takes far longer than reading it; a study asks for the same text once a run."""
     return yaml.load(text, Loader=UniqueKeyLoader)
+
+
+def flags(recipe: Mapping[str, Any]) -> list[str]:
+    """Return keys of a recipe as flags of ``qerl train``."""
+    line: list[str] = []
+    for name, value in recipe.items():
+        values = value if isinstance(value, list) else [value]
+        line += [f"--{name}", *(one if isinstance(one, str) else json.dumps(one) for one in values)]
+    return line
 
 
 def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_recipes.recipe.file import flags
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.study.inventory import taken_rows
-from qerl_recipes.study.plan import Run, Study, StudyError, first_runs, flags
+from qerl_recipes.study.plan import Run, Study, StudyError, first_runs
 
 if TYPE_CHECKING:
     from qerl_recipes.evaluate.request import Evaluation
@@ -60,13 +61,7 @@ def check_tasks(study: Study) -> None:
 def _evaluation(options: dict[str, Any]) -> "Evaluation":
     from qerl_recipes.evaluate.request import Evaluation
 
-    return Evaluation.of(base="", adapter="", output_dir=Path(), **with_list(options))
-
-
-def with_list(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with tasks as a list, where they are one text with commas, as on the command line."""
-    tasks = options.get("tasks")
-    return {**options, "tasks": [task.strip() for task in tasks.split(",")]} if isinstance(tasks, str) else options
+    return Evaluation.of(base="", adapter="", output_dir=Path(), **options)
 
 
 def refuse_missing_bases(study: Study, runs: Sequence[Run]) -> None:

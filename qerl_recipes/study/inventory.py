@@ -81,12 +81,6 @@ def facts(rows: pd.DataFrame, what: str) -> pd.Series:
     return of.set_index(["arm", "seed"]).metric.str.removeprefix(what)
 
 
-def rows_of(label: str, seed: int, step: int, metrics: Mapping[str, float]) -> pd.DataFrame:
-    """Return one row for each metric of a run."""
-    values = {"metric": list(metrics), "value": list(map(float, metrics.values()))}
-    return pd.DataFrame(values).assign(arm=label, seed=seed, step=step)[COLUMNS]
-
-
 def summaries(steps: pd.DataFrame, target: float | None) -> dict[str, float]:
     """Return what the steps of a run come to, as far as ``steps`` (a row a step, a column a metric) has the metrics.
 
@@ -213,7 +207,8 @@ def _rows_of_run(study: Study, run: Run, root: Path) -> list[pd.DataFrame]:
     if base := base_of(folder):
         found[f"{BASE}{base}"] = 1.0
     found[f"{PLAN}{plan_of(study, run)}"] = 1.0
-    return [steps[COLUMNS], rows_of(run.label, run.seed, int(records.step.max()), found)]
+    once = pd.DataFrame({"metric": list(found), "value": list(map(float, found.values()))})
+    return [steps[COLUMNS], once.assign(arm=run.label, seed=run.seed, step=int(records.step.max()))[COLUMNS]]
 
 
 def _refuse_other_problems(study: Study, rows: pd.DataFrame) -> None:

@@ -28,7 +28,6 @@ given. The base of an arm is judged once, with the first seed, since it does not
 """
 
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -325,18 +324,3 @@ def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]
 def _swept(study: Study, arm: str, seed: int, value: float, kind: Literal["sweep", "best", "common"]) -> Run:
     assert study.sweep is not None
     return Run(arm=arm, seed=seed, value=value, kind=kind, keys={**study.arms[arm], study.sweep.key: value})
-
-
-def flags(keys: dict[str, Any]) -> list[str]:
-    """Return keys of a recipe as flags of the command line."""
-    flags: list[str] = []
-    for name, value in keys.items():
-        if isinstance(value, bool):
-            flags += [f"--{name}", str(value).lower()]
-        elif isinstance(value, list):
-            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict | bool) else str(one) for one in value)]
-        elif isinstance(value, dict):
-            flags += [f"--{name}", json.dumps(value)]
-        elif value is not None:
-            flags += [f"--{name}", str(value)]
-    return flags

@@ -19,23 +19,9 @@ STEPS_WITHIN = "steps_within"  # a claim's metric: steps_to_target, or the last 
 IN_UPPER_STATE = "in_upper_state"  # 1 for a run that ends in the upper of two states, 0 for another
 ACCURACY = "accuracy"
 COLUMNS = [  # of the table of comparisons
-    *(
-        "kind",
-        "claim",
-        "metric",
-        "expect",
-        "margin",
-        "a",
-        "b",
-        "seeds",
-        "mean_a",
-        "mean_b",
-        "difference",
-        "low",
-        "high",
-    ),
-    *("unpaired_low", "unpaired_high", "p", "p_holm", "p_exact", "exact_holm", "above_a", "above_b"),
-    *("here", "elsewhere", "seeds_elsewhere", "p_same", "verdict"),
+    *("kind", "claim", "metric", "expect", "margin", "a", "b", "seeds", "mean_a", "mean_b"),
+    *("difference", "low", "high", "unpaired_low", "unpaired_high", "p", "p_holm", "p_exact", "exact_holm"),
+    *("above_a", "above_b", "here", "elsewhere", "seeds_elsewhere", "p_same", "verdict"),
 ]
 PLANNED = "planned"  # the kind of a comparison; so are those of `compared`
 

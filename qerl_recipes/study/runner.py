@@ -28,8 +28,9 @@ from qerl_recipes.files.metrics_file import FILE
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.gpu import installed_gpu, visible_names
+from qerl_recipes.recipe.file import flags
 from qerl_recipes.recipe.keys import with_current_names
-from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases, with_list
+from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases
 from qerl_recipes.study.inventory import (
     RESULT,
     TIMES,
@@ -39,7 +40,7 @@ from qerl_recipes.study.inventory import (
     keep,
     refuse_other_weights,
 )
-from qerl_recipes.study.plan import Run, Study, StudyError, flags
+from qerl_recipes.study.plan import Run, Study, StudyError
 from qerl_vllm_plugin.wire.address import hidden
 
 CLI, LOG = "qerl_recipes.cli", "log.txt"
@@ -358,7 +359,7 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
             "adapter_only": not study.judges_base(one),
             "output_dir": str(folder / "evaluation" / name),
         }
-        missing.append({**settings, **with_list(options)})
+        missing.append({**settings, **options})
     return missing
 
 

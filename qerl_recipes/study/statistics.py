@@ -66,7 +66,11 @@ def compare(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: floa
     if len(both) < 2:
         return None
     if bound is not None:
-        return _in_two_states(pair, of_a.dropna(), of_b.dropna(), bound)
+        of_a, of_b = of_a.dropna(), of_b.dropna()
+        above = int((of_a > bound).sum()), int((of_b > bound).sum())
+        p = float(stats.fisher_exact([[above[0], len(of_a) - above[0]], [above[1], len(of_b) - above[1]]]).pvalue)
+        shares = above[0] / len(of_a) - above[1] / len(of_b)
+        return Comparison(*pair, min(len(of_a), len(of_b)), shares, p, p, above=above)
     differences = (both.a - both.b).to_numpy()
     mean = float(differences.mean())
     equal = EQUAL * both.abs().to_numpy().max()
@@ -78,7 +82,10 @@ def compare(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: floa
         tested = stats.ttest_1samp(differences, 0.0)
         low, high = map(float, tested.confidence_interval(1 - ALPHA))
         p = float(tested.pvalue)
-    unpaired = _welch(both)
+    squares = both.var() / len(both)  # Welch's interval of the difference of two means
+    square = float(squares.sum())
+    freedom = square**2 / float((squares**2 / (len(both) - 1)).sum()) if square else 1.0
+    unpaired = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * sqrt(square)
     return Comparison(
         *(*pair, len(both), mean, p, _sign_flips(differences)),
         low=low,
@@ -87,21 +94,6 @@ def compare(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: floa
         unpaired_high=mean + unpaired,
         differences=tuple(map(float, differences)),
     )
-
-
-def _welch(both: pd.DataFrame) -> float:
-    """Return half of Welch's 95 % interval of the difference of two means."""
-    squares = both.var() / len(both)
-    square = float(squares.sum())
-    freedom = square**2 / float((squares**2 / (len(both) - 1)).sum()) if square else 1.0
-    return float(stats.t.ppf(1 - ALPHA / 2, freedom)) * sqrt(square)
-
-
-def _in_two_states(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: float) -> Comparison:
-    above = int((of_a > bound).sum()), int((of_b > bound).sum())
-    p = float(stats.fisher_exact([[above[0], len(of_a) - above[0]], [above[1], len(of_b) - above[1]]]).pvalue)
-    shares = above[0] / len(of_a) - above[1] / len(of_b)
-    return Comparison(*pair, min(len(of_a), len(of_b)), shares, p, p, above=above)
 
 
 def _sign_flips(differences: Sequence[float] | np.ndarray) -> float:

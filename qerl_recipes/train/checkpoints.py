@@ -225,12 +225,9 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
     norms.load_norms(model, folder)
 
 
-def _on_a_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    return storage if location.startswith("cpu:") else None
-
-
 # with several processes transformers loads the optimizer to each one's device; torch does not know the CPU as "cpu:0"
-torch.serialization.register_package(15, lambda storage: None, _on_a_cpu)
+on_a_cpu = (lambda storage: None), lambda storage, location: storage if location.startswith("cpu:") else None
+torch.serialization.register_package(15, *on_a_cpu)
 
 
 @contextlib.contextmanager

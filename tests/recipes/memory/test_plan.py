@@ -14,8 +14,8 @@ from qerl_recipes.memory.plan import Part, Plan, make
 from qerl_recipes.memory.table import verdict
 from qerl_recipes.recipe import shapes
 from qerl_recipes.recipe.configs import GRPOConfig, parse
+from qerl_recipes.recipe.file import flags
 from qerl_recipes.rollout import engine as rollout
-from qerl_recipes.study.plan import flags
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 # A recipe with another learning rate or without noise takes no more than the one beside it.
