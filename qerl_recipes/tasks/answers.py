@@ -64,20 +64,18 @@ def written(value: Any) -> str:
 
 
 def is_exactly(text: str, answer: str) -> bool:
-    """Return True if ``text`` gives ``answer``, letter for letter.
+    """Return True if ``text`` gives ``answer`` letter for letter: as its last block, the last box in it, or all of it.
 
-    The answer is the last block, or the last box in it; without a block it is the last box, else the whole text. The
-    reward ``exact_answer`` and the evaluation ``jsonl-exact:`` both use this rule.
+    The reward ``exact_answer`` and the evaluation ``jsonl-exact:`` both use this rule.
     """
     extracted = answer_in(text)
     return answer.strip() in (text.strip() if extracted is None else extracted, answer_block(text))
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, or None. Its thousands may be separated by commas.
+    """Return the last number (its thousands may have commas) or fraction (to 28 digits) in a text, or None.
 
-    A fraction of whole numbers is one number, to Decimal's 28 digits. The reward ``last_number`` and the evaluation
-    ``jsonl-number:`` both use this rule.
+    The reward ``last_number`` and the evaluation ``jsonl-number:`` both use this rule.
     """
     matches = list(NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
     if not matches:

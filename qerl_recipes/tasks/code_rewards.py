@@ -39,10 +39,10 @@ def last_block(text: str, language: str) -> str:
 
 
 def tests_of(verification_info: Any) -> list[tuple[str, str]]:
-    """Return the tests of a problem as pairs of input and expected output.
+    """Return the (input, expected output) of each test in ``verification_info``, a mapping or its JSON text.
 
-    ``verification_info`` is a mapping, or its JSON text, with the ``language`` python and ``test_cases``: mappings with
-    the texts ``input`` and ``output``. Raises ValueError, saying what is wrong, for anything else.
+    It has the ``language`` python and ``test_cases``, mappings with these two texts. Raises ValueError for anything
+    else.
     """
     info = json.loads(verification_info) if isinstance(verification_info, str) else verification_info
     if not isinstance(info, Mapping) or not isinstance(info.get("test_cases"), list) or not info["test_cases"]:
@@ -235,10 +235,8 @@ def ioi_code(script: ScriptArguments) -> Reward:
 
     The columns are those of the data set open-r1/ioi; the program is the last ``cpp`` block. The reward is the lowest
     score of a test, rounded to ``score_precision`` digits; 0 without a block. ``code_eval_test_batch_size`` tests run
-    at a time, all if it is below 1, to the first batch in which one scores 0. Tests come from the column
-    ``test_cases`` if the data have one, else from the data set open-r1/ioi-test-cases.
-
-    Raises ConfigError for ``ioi_provider: morph``, which is not built in.
+    at a time (below 1: all), to the first batch in which one scores 0. Tests come from the column ``test_cases``, else
+    from open-r1/ioi-test-cases. Raises ConfigError for ``ioi_provider: morph``, which is not built in.
     """
     if script.ioi_provider != "piston":
         raise ConfigError(f"ioi_provider: {script.ioi_provider} is not built in; use ioi_provider: piston")

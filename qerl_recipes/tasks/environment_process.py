@@ -40,9 +40,8 @@ def in_its_own_interpreter(
 ) -> Callable[[], Environment]:
     """Start the environment at ``path`` in the interpreter ``python``; return a function that makes its instances.
 
-    These have the class's methods, with the same names, types and docstrings. A method has ``seconds``; None is no
-    limit. Raises ConfigError for what is no interpreter or no path. The returned function raises it if the environment
-    cannot be made in the first process, for which it waits.
+    These have the class's methods, each with ``seconds`` (None: no limit). Raises ConfigError for what is no
+    interpreter or no path; so does the returned function if the environment cannot be made in the first process.
     """
     executable = shutil.which(Path(python).expanduser())
     if executable is None:

@@ -44,10 +44,9 @@ class Templates(Protocol):
 
 @dataclass(frozen=True)
 class Interaction:
-    """Hold what completions interact with.
+    """Hold what completions interact with: ``environments`` makes instances by name, None for the only one.
 
-    ``environments`` makes instances by the environment's name, which is None for the only one. ``lacks_some`` says that
-    an environment of the recipe could not be made.
+    ``lacks_some`` says that an environment of the recipe could not be made.
     """
 
     tools: Sequence[Tool] = ()
@@ -115,10 +114,9 @@ def resolve(
     environments: Mapping[str, EnvironmentFactory],
     problems: list[str],
 ) -> Interaction:
-    """Return what the recipe's keys name; add to ``problems`` what is wrong with them.
+    """Return what the recipe's keys name, offered by a plugin or by dotted path; add to ``problems`` what is wrong.
 
-    A tool or environment is one that a plugin offers by name, or a dotted path. Environments are made once each.
-    ``tool_seconds`` limits their ``reset`` and ``get_reward``, and each call of one in another interpreter.
+    ``tool_seconds`` limits an environment's ``reset``, ``get_reward`` and, in another interpreter, each call.
     """
     functions = [function for name in script.tools for function in _tools(name, script, tools, problems)]
     named: Mapping[str | None, Any] = {} if script.environments is None else {None: script.environments}
@@ -295,10 +293,9 @@ class Starts:
     def seeded(
         self, rows: list[dict[str, Any]], resets: Mapping[str | None, Callable[..., Any]], first: int, group: int
     ) -> list[dict[str, Any]]:
-        """Return this process's rows of the next batch, with seeds; the first of them is number ``first`` of all ranks.
+        """Return the next batch's rows, numbered from ``first`` over all ranks, with a seed for each ``group`` of them.
 
-        ``group`` rows in a row belong to one prompt. ``resets`` are those of the environments, by name. The rows are
-        returned as they are if they have a seed, or if one of these takes none.
+        The rows are returned as they are if they have a seed, or if one of the environments' ``resets`` takes none.
         """
         if not takes_seed(rows[0], resets):
             return rows

@@ -11,10 +11,9 @@ from qerl_recipes.recipe.file import ConfigError
 
 
 def imported(key: str, path: str, kind: str = "", names: Iterable[str] = ()) -> Any:
-    """Return the object at ``path``, which is ``package.module.name`` or ``package.module:name``.
+    """Return the object at ``path`` (``package.module.name`` or ``package.module:name``), here or on PYTHONPATH.
 
-    Modules of the working directory are found too, as by TRL's commands. Raises ConfigError, with the recipe's ``key``,
-    if the path does not lead to an object. ``names`` are those of the ``kind`` that could stand there instead.
+    Raises ConfigError, with the recipe's ``key`` and the ``names`` of that ``kind``, if there is none.
     """
     module, _, name = path.rpartition(":" if ":" in path else ".")
     if not module or not name:

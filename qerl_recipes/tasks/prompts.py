@@ -34,12 +34,10 @@ WITHOUT_CALLS = Interaction()
 def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_lack_prompts: bool = False) -> Splits:
     """Return (train, held-out or None) with the column ``prompt``; no tokenizer is needed yet.
 
-    ``loaders`` load the data sets that recipes know by name (``hooks.collect("qerl_datasets")``). Any other
-    ``dataset_name`` is a file, a folder or a hub id. With ``may_lack_prompts``, a prompt may be empty and its column
-    missing, because the text of an environment is added.
-
-    Raises ConfigError (a ValueError) for a data set, split or column that does not exist, an empty data set, and a
-    malformed prompt. Warns if held-out problems are among the training problems.
+    ``loaders`` load the data sets that recipes know by name; any other ``dataset_name`` is a file, a folder or a hub
+    id. With ``may_lack_prompts`` a prompt may be empty or missing, because the text of an environment is added. Raises
+    ConfigError for a data set, split or column that does not exist, an empty data set, and a malformed prompt. Warns if
+    held-out problems are among the training problems.
     """
     if script.dataset_mixture is not None:
         if script.dataset_name is not None:
@@ -158,16 +156,11 @@ def load(
     template_options: Mapping[str, Any] | None = None,
     interaction: Interaction = WITHOUT_CALLS,
 ) -> Splits:
-    """Return (train, held-out or None) for the trainer, with ``prompt`` as a list of messages.
+    """Return ``rows`` of ``read`` for the trainer, with ``prompt`` as a list of messages if there is a chat template.
 
-    ``rows`` are what ``read`` returned.
-
-    A text prompt becomes the user's message after ``system_prompt``. It stays a text if the tokenizer has no chat
-    template. Prompts with more than ``max_prompt_length`` tokens are left out. Tokens are counted as the rollout will
-    see them, with ``template_options``, the recipe's ``chat_template_kwargs``, and with the schemas of tools.
-
-    Raises ConfigError for messages or a ``system_prompt`` without a chat template, and for a template that leaves out
-    the problem.
+    A text becomes the user's message after ``system_prompt``. Prompts with more than ``max_prompt_length`` tokens, as
+    the rollout will see them, are left out. Raises ConfigError for messages or a ``system_prompt`` without a chat
+    template, and for a template that leaves out the problem.
     """
     options = template_options or {}
     conversations = map_splits(rows, lambda data: _conversational(data, script, tokenizer, options))
@@ -256,12 +249,11 @@ def refuse_long_prompts(
     options: Mapping[str, Any] | None = None,
     interaction: Interaction = WITHOUT_CALLS,
 ) -> None:
-    """Raise ConfigError if prompts leave less than ``max_completion_length`` tokens of a sequence.
+    """Raise ConfigError if prompts of ``data`` leave less than ``max_completion_length`` tokens of a sequence.
 
-    vLLM would cut their completions off earlier. A prompt that leaves no room at all it would refuse in mid-run.
-    ``data`` maps "training" and "held-out" to their problems. With ``max_prompt_length`` nothing is checked, since
-    longer prompts are left out. ``positions`` is the length of the model's longest sequence; None if the engine
-    decides. ``options`` (the recipe's ``chat_template_kwargs`` by default) and ``interaction`` are those of ``load``.
+    vLLM would cut their completions off earlier, or refuse them in mid-run. With ``max_prompt_length`` nothing is
+    checked, since longer prompts are left out. ``positions`` is the model's longest sequence, None if the engine
+    decides.
     """
     key, limit = "vllm_max_model_length", training.vllm_max_model_length
     if limit is None:

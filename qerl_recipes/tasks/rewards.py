@@ -72,30 +72,21 @@ def reasoning_steps(completions: list[str], **columns: Any) -> list[float]:
 
 
 def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Give 1 if the last answer block (or box) holds the column ``answer``, letter for letter; else 0.
-
-    Without block and box, the whole text must be the answer. ``qerl evaluate`` judges ``jsonl-exact:`` by the same
-    rule.
-    """
+    """Give 1 if the last block or box, else the text, is the column ``answer``, letter for letter; else 0."""
     return [float(a is not None and is_exactly(text, str(a))) for text, a in zip(completions, answer, strict=True)]
 
 
 def last_number(completions: list[str], answer: list[Any], **columns: Any) -> list[float]:
-    """Give 1 if the last number in the completion equals the last one in the column ``answer``; else 0.
-
-    Other text around the numbers does not matter. If ``answer`` has no number, every completion gets 0. ``qerl
-    evaluate`` judges ``jsonl-number:`` by the same rule.
-    """
+    """Give 1 if the completion's last number equals the last one in the column ``answer``; else 0, without one too."""
     expected = [answers.last_number(answers.written(a)) for a in answer]
     stated = [answers.last_number(text) for text in completions]
     return [float(right is not None and right == number) for right, number in zip(expected, stated, strict=True)]
 
 
 def repetition_penalty(script: ScriptArguments) -> Reward:
-    """Return a reward: ``repetition_max_penalty`` times the share of word n-grams that are repeats.
+    """Return a reward: ``repetition_max_penalty`` times the share of n-grams of words (not tokens) that are repeats.
 
-    A completion of fewer than n words scores 0. N-grams are of words, not tokens, as in Open-R1. Raises ConfigError for
-    a positive penalty or an n below 1. Source: appendix C.2 of arXiv 2502.03373.
+    Raises ConfigError for a positive penalty or an n below 1. Source: appendix C.2 of arXiv 2502.03373, as in Open-R1.
     """
     from trl.rewards import get_repetition_penalty_reward
 
@@ -111,10 +102,9 @@ def repetition_penalty(script: ScriptArguments) -> Reward:
 
 
 def code_format(script: ScriptArguments) -> Reward:
-    """Return a reward: 1 for the layout of ``format`` with a code block in the answer; else 0.
+    """Return a reward: 1 for the layout of ``format`` with a block of the column ``language`` in the answer, else 0.
 
-    The block must have the language of the column ``language`` if the data have one, else ``code_language``. Raises
-    ConfigError for a ``code_language`` that is not in ``LANGUAGES``.
+    Without the column it is ``code_language``; raises ConfigError for one that is not in ``LANGUAGES``.
     """
     if script.code_language not in LANGUAGES:
         raise ConfigError(f"code_language cannot be {script.code_language!r}; it is one of {', '.join(LANGUAGES)}")
@@ -152,11 +142,10 @@ def dapo_score(completions: list[Completion], solution: list[str], **columns: An
 def length(
     completions: list[Completion], solution: list[str], prompts: list[Completion] | None = None, **columns: Any
 ) -> list[float | None]:
-    """Reward short answers: from 1/2 for the shortest answer to a prompt down to -1/2 for the longest.
+    """Reward short answers: from 1/2 for the shortest answer to a prompt down to -1/2 for the longest, in characters.
 
-    Wrong answers get at most 0. Lengths are in characters. Answers to one prompt are compared with each other; all get
-    0 if they are equally long. An unreadable solution gives None. Source: Kimi k1.5 (arXiv 2501.12599), section 2.3.3.
-    Open-R1 instead compares with the whole batch, whatever the prompt.
+    Wrong answers get at most 0, all equally long ones 0, and an unreadable solution None. Source: Kimi k1.5 (arXiv
+    2501.12599), section 2.3.3. Open-R1 instead compares with the whole batch, whatever the prompt.
     """
     correct = accuracy(completions, solution)
     lengths = [len(text_of(completion)) for completion in completions]
@@ -176,11 +165,10 @@ def length(
 
 
 def cosine(script: ScriptArguments) -> Reward:
-    """Return a reward: accuracy, scaled by length along a half cosine between two bounds.
+    """Return a reward: accuracy, scaled by length in characters along a half cosine between two bounds.
 
-    The ``cosine_*_value_*`` keys are the values of the shortest and the longest answer, for correct and for wrong ones.
-    Lengths are in characters, as in Open-R1. A longer answer than ``cosine_max_len`` counts as that long; Open-R1's
-    cosine would rise again. Source: appendix C.1 of arXiv 2502.03373.
+    The ``cosine_*_value_*`` keys are the values of the shortest and the longest answer. A longer one than
+    ``cosine_max_len`` counts as that long; Open-R1's cosine would rise again. Source: appendix C.1 of arXiv 2502.03373.
     """
     from trl.rewards import get_cosine_scaled_reward
 
@@ -204,8 +192,7 @@ def cosine(script: ScriptArguments) -> Reward:
 def soft_overlong_punishment(script: ScriptArguments) -> Reward:
     """Return a reward: 0 up to ``max_completion_len - soft_punish_cache`` tokens, then a slope to -1.
 
-    Only tokens that the policy has sampled count, and not those that tools have written. TRL's reward of this name
-    counts both. Source: DAPO (arXiv 2503.14476), equation 13.
+    Only sampled tokens count, not those of tools, which TRL's reward counts. Source: arXiv 2503.14476, equation 13.
     """
     from trl.rewards import get_soft_overlong_punishment
 
@@ -261,9 +248,8 @@ FACTORIES: dict[str, RewardFactory] = {
 
 
 def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFactory]) -> Reward:
-    """Return the reward of that name.
+    """Return the reward of that name, of ``factories`` or by a dotted path (``my_package.my_reward``).
 
-    A name is one of ``factories`` (``hooks.collect("qerl_rewards")``) or a dotted path (``my_package.my_reward``).
     Raises ConfigError (a ValueError) for a name that nothing defines, and for settings that a reward refuses.
     """
     reward = factories[name](script) if name in factories else imported("reward_funcs", name, "rewards", factories)
@@ -283,11 +269,10 @@ def required_columns(reward: Reward) -> set[str]:
 
 
 def refuse_infinite(values: "torch.Tensor", names: Sequence[str], prompts: Callable[[], Sequence[Any]]) -> None:
-    """Raise ValueError for a reward that is infinite or beyond ``LARGEST``, naming function, value and prompt.
+    """Raise ValueError for a reward beyond ``LARGEST`` in size, naming function, value and prompt; NaN is accepted.
 
-    TRL would set every advantage of such a group to 0. NaN is accepted: None becomes NaN and means that a reward does
-    not apply. ``values: (completions, rewards)`` are the rewards by the functions ``names``. ``prompts`` returns the
-    completions' prompts.
+    TRL would set every advantage of such a group to 0. ``values`` is (completions, rewards); NaN means a reward of
+    None.
     """
     wrong = (values.abs() > LARGEST).nonzero().tolist()
     if wrong:

@@ -70,8 +70,8 @@ class SandboxError(RuntimeError):
 class Outcome(NamedTuple):
     """Hold the first ``output_bytes`` of a program's output, the last ones of its errors, and how it ended.
 
-    ``status`` is the exit status, or 128 and the signal's number. It is None where the time or the disk ran out.
-    ``cpu_seconds`` is the CPU time of its launcher and of its processes, but for those that were killed at its end.
+    ``status`` is the exit status, or 128 and the signal's number; None where the time or the disk ran out.
+    ``cpu_seconds`` leaves out the processes that were killed at its end.
     """
 
     output: str
@@ -85,12 +85,10 @@ def run(
 ) -> Outcome:
     """Run a Python program with this interpreter and its packages; return when all its processes are dead.
 
-    ``seconds`` limits the CPU time of all its processes. Twice as much and one second limits the time in which it runs
-    or sleeps; the time in which it waits for a processor does not count. Each process has an address space of 1 GiB.
-    Two runs of one program give the same output unless it asks for the time, for chance or for the network: hashes
-    have a fixed seed, and its folder is left out. ``how`` it is shut in is what ``kind`` says.
-
-    Raises SandboxError if the program could not be started, or got too little of a processor to judge it.
+    ``seconds`` limits the CPU time of all its processes; twice as much and one second limits the time in which it runs
+    or sleeps, without waiting for a processor. Two runs give the same output unless it asks for the time, for chance or
+    for the network. ``how`` it is shut in is what ``kind`` says. Raises SandboxError if the program could not be
+    started, or got too little of a processor to judge it.
     """
     how = how or kind()
     with _folder() as place, _user_id() as uid:

@@ -37,10 +37,9 @@ Splits = tuple[Dataset, Dataset | None]  # the training problems, and the held-o
 
 
 def read_splits(name: str, config: str | None) -> DatasetDict:
-    """Return the splits of a file, a folder or a hub id.
+    """Return the splits of a file (``train`` alone), or of a folder or hub id in a ``config``, with CSV read as text.
 
-    A file has the split ``train``. ``config`` is the configuration of a folder or hub id. Local CSV files are read as
-    texts, letter for letter. Raises ConfigError if nothing can be read.
+    Raises ConfigError if nothing can be read.
     """
     path = Path(name).expanduser()
     try:
@@ -136,14 +135,10 @@ def _load(place: str, **options: Any) -> DatasetDict:
 
 
 def from_files(script: ScriptArguments, name: str, config: str | None) -> Splits:
-    """Return the training and held-out splits of a local file, a local folder or a hub id.
+    """Return the training and held-out splits of a file, a folder or a hub id; each may be a slice (``train[:90%]``).
 
-    The splits are ``dataset_train_split`` and ``dataset_test_split``; each may be a slice, such as ``train[:90%]``. A
-    single file is the split ``train``. The second result is None if there is no such test split. It is also None if the
-    default test split shares rows with the training split.
-
-    Raises ConfigError if nothing can be read, if the training split does not exist, and if a ``dataset_test_split``
-    that was chosen overlaps with it.
+    The second is None without such a split, or if the default one shares rows with the training split. Raises
+    ConfigError if nothing can be read, for no training split, and for a chosen test split that overlaps with it.
     """
     splits = read_splits(name, config)
     train = _rows(splits, "dataset_train_split", script.dataset_train_split)

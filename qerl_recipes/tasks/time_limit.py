@@ -51,8 +51,7 @@ async def wait_for(coroutine: Coroutine[Any, Any, Any], seconds: float | None) -
 def watched(environment: Instance, path: str, seconds: float | None) -> Instance:
     """Give ``reset`` and ``get_reward`` of the environment at ``path`` a limit of ``seconds``, and return it.
 
-    If one takes longer or raises an exception, ValueError names the environment. It ends the run, as an exception does
-    in TRL: a policy that went on without a reward that it should have had would learn something else.
+    If one takes longer or fails, a ValueError names it and ends the run: without a reward the policy would learn wrong.
     """
     for name in ("reset", "get_reward"):
         if inspect.isfunction(function := getattr(type(environment), name, None)):
