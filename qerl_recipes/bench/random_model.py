@@ -42,8 +42,7 @@ def start(
 ) -> "LLM":
     """Start an engine with the model of ``config`` (a config.json), for prompts of token ids.
 
-    Its weights are not written, except for a mixture under qerl_nvfp4, which takes experts from packed checkpoints
-    alone. These go into ``scratch``, where a later call finds them, or into a temporary folder.
+    Only a mixture under qerl_nvfp4 is written, into ``scratch``, where a later call finds it, or a temporary folder.
     """
     from vllm import LLM
 
@@ -77,10 +76,9 @@ def start(
 def adapter(
     config: Mapping[str, Any], rank: int, *, std: float = 0.01, seed: int | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a PEFT adapter with small random values as (tensors, config).
+    """Return a random PEFT adapter on all linears, or on a mixture's attention, as (tensors, config).
 
-    It covers all linears of the blocks, or a mixture's attention alone. With ``seed`` it is the same on every call;
-    without, torch's own generator goes on.
+    With ``seed`` it is the same on every call; without, torch's own generator goes on.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     weights = {name.removesuffix(".weight"): e.shape for name, e in _present(config).items() if e.linear}

@@ -221,9 +221,8 @@ def take_turns(
 ) -> None:
     """Start the arms, all at once, and measure every case with each of them, ``repeats`` times in turn.
 
-    ``requests`` maps every arm's name to what ``module`` is asked. ``rest_seconds`` pass before each turn. ``note`` is
-    called with an arm's name and a piece of its figures: what it answers when it is ready, the ``case`` of one row,
-    ``prefill``, or why it ``failed``. Then the others go on.
+    ``requests`` maps an arm's name to what ``module`` is asked. ``note`` is called with its name and a piece of its
+    figures: what it answers when it is ready, a ``case``, ``prefill``, or why it ``failed``.
     """
     with ExitStack() as stack:
         arms: dict[str, Arm] = {}

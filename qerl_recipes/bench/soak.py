@@ -48,8 +48,8 @@ def run(
 ) -> dict[str, Any]:
     """Start the server, load it, judge its answers, print the figures, write them to ``output`` as JSON.
 
-    ``result["failed"]`` says what was not as it must be. Raises ValueError for an unknown shape, and for a large one
-    without a GPU or more GPUs than there are, RuntimeError for a server that does not start.
+    ``result["failed"]`` says what was not as it must be. Raises ValueError for options that this machine cannot honour,
+    RuntimeError for a server that does not start.
     """
     if model is None:
         check_shape(shape)

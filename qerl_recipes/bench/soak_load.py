@@ -44,10 +44,9 @@ Adapter = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold one answered sequence.
+    """Hold an answered sequence, of which ``length`` tokens were asked for, with times of time.monotonic().
 
-    ``policy`` is what the answer's header, or the last line of a stream, says: FIRST, or FIRST-LAST. ``length`` tokens
-    were asked for. ``asked`` and ``ended`` are times of time.monotonic().
+    ``policy`` is what the answer's header, or the last line of a stream, says: FIRST, or FIRST-LAST.
     """
 
     prompt: list[int]
@@ -327,8 +326,8 @@ def load(
 ) -> tuple[Observed, dict[str, float]]:
     """Load a server for ``quiet`` seconds without a swap, then for ``busy`` seconds with one every second.
 
-    Return what was observed, and the tokens/s of both phases. ``between`` is called between them, after each ``ROUND``,
-    and at the end. Any error of a change of policy is raised: no server may refuse one.
+    Return what was observed, and the tokens/s of both phases. ``between`` is called around them and after each
+    ``ROUND``. Any error of a change of policy is raised: no server may refuse one.
     """
     policies = {transport: PolicyClient(url, token, transport=transport) for transport in TRANSPORTS}
     observed = Observed(changes=[Change(policies["http"].state()["version"], None, (0.0, 0, 0))])

@@ -114,10 +114,9 @@ def hides(answer: Answer, output: Any) -> bool:
 
 
 def of_tokens(tokens: Sequence[int], prompt_logprobs: Sequence[Any]) -> list[float]:
-    """Return the log-probabilities of the last tokens of a prompt.
+    """Return the log-probabilities of the last tokens of a prompt, counted from the end.
 
-    They are counted from the end: for what was in the prefix cache one of vLLM's runners returns whatever there was in
-    memory, and the other (0.26 on CUDA) nothing.
+    For what was in the prefix cache vLLM's runners return what there was in memory, or (0.26 on CUDA) nothing.
     """
     last = prompt_logprobs[len(prompt_logprobs) - len(tokens) :]
     return [position[token].logprob for token, position in zip(tokens, last, strict=True)]
@@ -166,10 +165,9 @@ def _ask_child(connection: Connection, change: Change, answers: Sequence[Answer]
 class Verdict:
     """Count what judging has found so far.
 
-    ``one`` answers were judged under the one policy that they name, ``several`` as a sequence of policies that changes
-    at some tokens; ``left_out`` name more than ``MOST_POLICIES``; ``waiting`` are not yet judged. ``wrong`` says why,
-    by the number of the answer. ``worst`` is the largest difference of a log-probability of those right under one
-    policy. Of ``controls`` answers judged under a policy that they do not name, ``told_apart`` were found wrong.
+    ``one`` were judged under the one policy that they name, ``several`` as a sequence of them; ``left_out`` name more
+    than ``MOST_POLICIES``. ``wrong`` says why, by answer. ``worst`` is the largest difference of the right ones of one
+    policy. Of ``controls``, judged under a policy that they do not name, ``told_apart`` were wrong.
     """
 
     one: int = 0
@@ -191,9 +189,8 @@ def named(policy: str, changes: Sequence[Change]) -> list[int]:
 
 
 def difference(answer: Answer, replayed: Sequence[Sequence[float]], tolerance: float) -> float:
-    """Return the largest difference of ``answer`` to policies that follow one another.
+    """Return the largest difference of ``answer`` to policies that follow one another, each as late as possible.
 
-    As few of its tokens as possible are taken as computed by the later policies, and none by an earlier one again.
     Above ``tolerance`` there is no such sequence.
     """
     place, worst = 0, 0.0

@@ -46,8 +46,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure every transport, print the figures, and write them to ``output`` as JSON.
 
-    Raises ValueError for an unknown shape or transport, for a large shape without a GPU and for ipc without one, and
-    ArmFailedError if the engine's process does.
+    Raises ValueError for what is unknown or needs a GPU, and ArmFailedError if the engine's process fails.
     """
     check_shape(shape)
     check_gpus(tensor_parallel_size)
@@ -188,8 +187,8 @@ def _spread(
 ) -> Figures:
     """Return the median, least and most seconds of a change, and the median of each of its ``parts``.
 
-    Some changes warm up. ``before`` is called before each change and is not timed. The part "device" is the wait for
-    the GPU at the end; a server's client and the way to it are in no part.
+    ``before`` is called before each change and is not timed. The part "device" is the wait for the GPU at the end; a
+    server's client and the way to it are in no part.
     """
     import pandas as pd
     import torch

@@ -218,9 +218,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON.
 
-    ``memory`` (bytes) limits what all processes together may hold of the GPU. ``scratch`` is the folder for the random
-    checkpoints, by default that of temporary files. An arm that fails is in the result with its reason, and the others
-    go on. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
+    ``memory`` (bytes) limits what all processes together may hold of the GPU; ``scratch`` is the folder for
+    checkpoints. An arm that fails is in the result with its reason. Raises ValueError for what cannot be measured,
+    OSError where the checkpoints do not fit on the disk.
     """
     work.check()
     gpu = installed_gpu()
@@ -328,8 +328,8 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
 def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
     """Return the keys of stock TRL for this work, with remarks on what they are; the rest is TRL's default.
 
-    The engine's share is that of the bf16 arm. Unless flags say otherwise, the engine sleeps if that arm would not fit
-    without, a micro-batch has at most MOST_TRL_TOKENS tokens, and Liger's kernels are on if they are installed.
+    The engine's share is the bf16 arm's, and it sleeps if that would not fit without. A micro-batch has at most
+    MOST_TRL_TOKENS tokens, and Liger's kernels are on if they are installed.
     """
     import trl
 

@@ -53,9 +53,7 @@ def now() -> float:
 class Memory:
     """Measure the most bytes that this process has held on the GPU since ``begin``; zeros on a CPU.
 
-    Memory that torch does not know of is counted by the driver, without what was in use before this process came
-    (``others``). ``look`` is called where a step holds most; between two calls only memory that torch or vLLM gave back
-    at once can have been missed.
+    The driver counts, less what ``others`` held before, wherever ``look`` is called: where a step holds most.
     """
 
     others = 0
@@ -113,8 +111,8 @@ class TimedRollouts(VLLMRollouts):
 class FP8Rollouts(VLLMRollouts):
     """Sample from FP8 weights that vLLM makes anew, at every sync, of the trainer's BF16 weights with the adapter.
 
-    Both weights and activations are FP8, with a scale per output channel and per token. This is how FlashRL rolls out
-    (https://github.com/yaof20/Flash-RL); here vLLM's own ``reload_weights`` quantizes one layer at a time, in place.
+    Weights and activations are FP8, with a scale per output channel and per token, as FlashRL rolls out
+    (https://github.com/yaof20/Flash-RL); vLLM's own ``reload_weights`` quantizes layer by layer, in place.
     """
 
     model: "PeftModel"  # the trainer's; ``begin`` sets it once it is built

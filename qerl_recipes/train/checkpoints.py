@@ -58,8 +58,8 @@ class SavingTrainer(GRPOTrainer):
     def train(self, resume: ResumePoint | None = None, **kwargs: Any) -> Any:
         """Train, or go on from the checkpoint that ``preflight.resume_point`` has returned.
 
-        What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. A checkpoint of
-        the last step is loaded and nothing is trained; transformers would train one step more.
+        What was saved later is moved aside, and metrics.jsonl cut back. A checkpoint of the last step is loaded alone;
+        transformers would train one step more.
         """
         self._began, folder, step = time.monotonic(), None, 0
         if resume is not None:
@@ -211,8 +211,8 @@ class SavingTrainer(GRPOTrainer):
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
     """Load the adapter and the trained norms of a checkpoint into ``model``, tensor by name.
 
-    transformers' own loading looks for subfolders where the model also holds a reference adapter. Raises
-    CheckpointMismatch, before anything is changed, if the adapter has another rank or other modules.
+    transformers' own loading fails beside a reference adapter. Raises CheckpointMismatch, before anything is changed,
+    for another rank or other modules.
     """
     tensors = load_file(Path(folder) / TENSORS)
     own_tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)

@@ -62,11 +62,10 @@ class PromptStream:
 def judged_by(
     per_reward: torch.Tensor, weights: torch.Tensor, names: Sequence[str], metric: str | None
 ) -> torch.Tensor:
-    """Return the value by which dynamic sampling compares the completions of a group: (completions,).
+    """Return the value by which dynamic sampling compares completions: (completions,), NaN where there is none.
 
-    This is the column of ``per_reward: (completions, rewards)`` that ``metric`` names. For ``total`` it is the sum
-    weighted by ``weights: (rewards,)``. None means accuracy if ``names`` have it, else the sum. NaN marks a completion
-    without a value.
+    It is the column of ``per_reward: (completions, rewards)`` that ``metric`` names, or for ``total`` their weighted
+    sum. None means accuracy if ``names`` have it, else the sum.
     """
     if metric is None:
         metric = DEFAULT_METRIC if DEFAULT_METRIC in names else TOTAL
@@ -85,10 +84,9 @@ def informative_groups(rewards: torch.Tensor, num_generations: int) -> torch.Ten
 
 
 class Scored(NamedTuple):
-    """Hold fresh prompts with their completions: TRL's ``batch`` of this process, and what it adds over all processes.
+    """Hold fresh prompts with their completions: TRL's ``batch`` of this process, and what it adds over all.
 
-    ``judged: (completions,)`` is what ``judged_by`` returned for them. ``table`` is TRL's table of completions, of
-    which they are the last rows.
+    ``judged: (completions,)`` is what ``judged_by`` returned for them, the last rows of TRL's ``table``.
     """
 
     batch: dict[str, Any]
@@ -97,9 +95,9 @@ class Scored(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """Hold one round's replacements: group i of the batch by fresh group j, for each (i, j) of ``pairs``.
+    """Hold a round's replacements: group i by fresh group j for each (i, j), numbered over all processes.
 
-    Groups are numbered over all processes. The fresh ones are the last ``fresh_groups`` groups of ``table``.
+    The fresh ones are the last ``fresh_groups`` groups of ``table``.
     """
 
     pairs: list[tuple[int, int]]
@@ -108,10 +106,7 @@ class Replaced(NamedTuple):
 
 
 class Refilled(NamedTuple):
-    """Hold this process's ``batch`` to train on, the ``counts`` to log, and what has changed over all processes.
-
-    ``without_signal`` are the groups that could not be replaced.
-    """
+    """Hold this process's ``batch``, the ``counts`` to log, the ``rounds``, and groups that were not replaced."""
 
     batch: dict[str, Any]
     counts: dict[str, int]
@@ -134,9 +129,8 @@ def refill(
 ) -> Refilled:
     """Replace the groups of ``batch`` without signal by fresh prompts of ``stream``, in at most ``max_rounds`` rounds.
 
-    ``batch`` is this process's; ``judged`` covers all ``ranks`` processes. Groups are numbered over all processes, rank
-    after rank, so the fresh prompts do not depend on the number of processes. Each process scores an equal share of
-    them, whichever process needs them. ``gather_object`` is accelerate's.
+    ``judged`` covers all ``ranks`` processes. Groups are numbered rank after rank, so that fresh prompts do not depend
+    on the number of processes; each scores an equal share. ``gather_object`` is accelerate's.
     """
     groups = len(batch["advantages"]) // num_generations
     first_group = rank * groups
@@ -190,8 +184,7 @@ def replace_groups(
 ) -> dict[str, Any]:
     """Return ``batch`` with group i overwritten by group j of ``fresh`` for each (i, j) of ``pairs``.
 
-    Both batches are what ``GRPOTrainer._generate_and_score_completions`` returns. Rows are padded to the wider of the
-    two. Raises ValueError for an entry of ``batch`` that this function does not know.
+    Both are TRL's batches; rows are padded to the wider. Raises ValueError for an entry of ``batch`` that is not known.
     """
     if unknown := sorted(set(batch) - {*PADDED_LEFT, *PADDED_RIGHT, *ROWS, *SCALARS}):
         raise ValueError(f"dynamic_sampling does not know what to do with {unknown[0]!r} of the batch; turn it off")

@@ -149,8 +149,8 @@ class LossSettings:
 class Part:
     """Hold the completions of a micro-batch that have a forward and a backward of their own.
 
-    ``packed`` are their packed rows, or ``padded: (b,)`` are their rows in the batch. ``pending: (B,)``
-    marks the completions of later parts; it is None in the last one.
+    They are ``packed`` rows, or ``padded: (b,)`` rows of the batch. ``pending: (B,)`` marks those of later parts, if
+    any.
     """
 
     packed: Sequence[PackedRow] = ()
@@ -206,9 +206,9 @@ def fill_pending(logps: torch.Tensor, batch: MicroBatch, part: Part) -> torch.Te
 
 
 def zero_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mark the rows that have an advantage of 0 and are left out: ``advantages: (B,)``, ``mask: (B, C)`` -> (B,) bool.
+    """Mark the rows to leave out, with an advantage of 0: ``advantages: (B,)``, ``mask: (B, C)`` -> (B,) bool.
 
-    If all rows have 0, the first one with tokens stays, so that the step still compares engine and trainer.
+    If all have 0, the first one with tokens stays, so that the step still compares engine and trainer.
     """
     has_none = advantages == 0
     rows = torch.arange(len(has_none), device=has_none.device)
@@ -219,8 +219,7 @@ def zero_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 def fill_skipped(logps: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``logps`` and ``entropies``, (B, C) each, with constants in the skipped rows.
 
-    The log-probabilities there become those from before the step, so that every ratio is 1 and finite. The entropies
-    become the mean over the computed tokens, so that the mean over all tokens stays the same; NaN if none was computed.
+    Log-probabilities become those from before the step, so that ratios are 1; entropies the mean of computed tokens.
     """
     if batch.skipped is None:
         return logps, entropies

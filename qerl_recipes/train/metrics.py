@@ -89,8 +89,7 @@ SILENT_ROLLOUTS = 5  # this many rollouts in a row without signal are not chance
 class StepSums:
     """Join the figures of a step's micro-batches: means and extremes over all their values, of all processes.
 
-    TRL averages the means of the micro-batches. Here micro-batches differ in their tokens and in the rows left out.
-    Only ``take`` waits for the GPU.
+    TRL averages their means, though they differ in tokens and rows left out. Only ``take`` waits for the GPU.
     """
 
     def __init__(self) -> None:
@@ -183,8 +182,8 @@ def frac_reward_zero_std(
 ) -> float:
     """Return the share of groups in which no completion has an advantage over another.
 
-    ``per_reward`` is (completions, rewards), with NaN for a missing value; ``weights`` is (rewards,). With
-    ``is_summed`` the completions are compared by the weighted sum, else by each reward whose weight is not 0.
+    ``per_reward`` is (completions, rewards), with NaN for a missing value; they are compared by the sum weighted by
+    ``weights: (rewards,)`` or, unless ``is_summed``, by each reward whose weight is not 0.
     """
     if is_summed:
         columns = [judged_by(per_reward, weights, (), TOTAL)]
@@ -208,8 +207,7 @@ def cut_off(
 ) -> torch.Tensor:
     """Mark the completions that neither an end token nor a stop of ``generation_kwargs`` has ended: (B,) bool.
 
-    ``ids`` and ``mask`` are (B, C). The mask is 1 where the policy sampled the token. A completion without such a token
-    counts as cut off: ``mask_truncated_completions`` has left it out.
+    ``ids`` and ``mask`` are (B, C). One without a sampled token counts: ``mask_truncated_completions`` has left it out.
     """
     stop, stop_tokens = generation_kwargs.get("stop") or (), generation_kwargs.get("stop_token_ids") or ()
     texts, ends = [stop] if isinstance(stop, str) else stop, {*end_tokens, *stop_tokens}

@@ -60,9 +60,9 @@ OVERRIDES = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of |delta| in nats: its mean, 99th percentile and maximum.
+    """The size of |delta| in nats: mean, 99th percentile, maximum, and ``kl``, the mean of exp(delta) - 1 - delta.
 
-    ``kl`` is the mean of exp(delta) - 1 - delta. Source: J. Schulman, Approximating KL divergence (2020), estimator k3.
+    Source: J. Schulman, Approximating KL divergence (2020), estimator k3.
     """
 
     mean: float
@@ -106,10 +106,10 @@ class Mismatch:
 
 
 def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
-    """Measure the run (or adapter) in ``folder``, print the table and return 0; ``flags`` override the recorded recipe.
+    """Measure the run (or adapter) in ``folder``, print the table and return 0; ``flags`` override its recipe.
 
-    Raises ValueError for a folder that records no recipe, or a recipe that this machine cannot run. Raises
-    CheckpointMismatch if the base is not the one that the adapter was trained on. Nothing has been loaded by then.
+    Before anything loads, raises ValueError for a recipe that is missing or cannot run here, and CheckpointMismatch for
+    another base than the adapter was trained on.
     """
     if problems < 1:
         raise ValueError(f"problems is {problems}; it must be at least 1")
@@ -155,10 +155,9 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
 def measure(
     trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int, interaction: Interaction = prompts.WITHOUT_CALLS
 ) -> Mismatch:
-    """Sample from the adapter ``saved`` on the first ``problems`` of the training set, and compare engine and trainer.
+    """Sample from ``saved`` on the first ``problems`` of the training set, and compare engine and trainer.
 
-    ``trainer`` is a new one; its adapter and norms become those of ``saved``. The noise is drawn for rollout 0 with
-    ``sigma_start``, the sigma of the first noisy stage. ``interaction`` has the tools and environments of the run.
+    A new ``trainer`` takes over adapter and norms of ``saved``. The noise is that of rollout 0 with ``sigma_start``.
     """
     rows = trainer.train_dataset.select(range(min(problems, len(trainer.train_dataset))))
     sides, training = _Sides(trainer, saved, _first_turns(trainer, list(rows), interaction)), trainer.args

@@ -76,11 +76,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Preflight(Checked):
-    """Hold all that a run is built from.
-
-    ``base`` is the folder of the model, ``run`` and ``recorded`` are what checkpoints record. ``train`` and
-    ``held_out`` have the prompts that the trainer expects. ``adapter`` describes the adapter that is trained.
-    """
+    """Hold all that a run is built from: also base folder, prompts, adapter, and what checkpoints record."""
 
     config: Mapping[str, Any]
     base: Path
@@ -177,8 +173,8 @@ def has_ended(checked: Checked, resume: ResumePoint) -> bool:
 def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
     """Return the whole description of a run; the model may be downloaded, and nothing has been loaded.
 
-    ``resume`` is what ``resume_point`` returned. Raises ConfigError for a model, an adapter or prompts that do not fit
-    the recipe, and CheckpointMismatch if ``resume`` or the adapter to start from is of another run or base.
+    Raises ConfigError for a model, an adapter or prompts that do not fit the recipe, and CheckpointMismatch if
+    ``resume`` or the adapter to start from is of another run or base.
     """
     script, training, model, start = checked.script, checked.training, checked.model, checked.start
     name = str(model.model_name_or_path)
@@ -224,10 +220,9 @@ def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
 
 
 def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
-    """Say why the means of an evaluation on ``problems`` held-out problems would be wrong, with the way out; or None.
+    """Say why the means of an evaluation on ``problems`` problems would be wrong, with the way out; or None.
 
-    TRL takes the mean over its batches, each as large as all processes compute at a time. The last one counts as much
-    as any other, however small it is.
+    TRL takes the mean over batches of what all processes compute at a time, of which the last may be small.
     """
     group, processes = training.num_generations_eval or training.num_generations, training.world_size
     size, completions = training.per_device_eval_batch_size, problems * group
