@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import free_port
@@ -141,7 +141,8 @@ def answer(begin: Callable[[Figures, Figures], Callable[[Figures, Figures], None
 
     # as ``ended_cleanly`` leaves it: a second one would cut the engine's own way out, on which it ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with ended_cleanly(), _own_output() as messages:
+    with ended_cleanly(), os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
+        os.dup2(2, 1)  # what libraries print goes to the standard error
         threading.Thread(target=listen, daemon=True).start()
         figures: Figures = {}
         try:
@@ -155,14 +156,6 @@ def answer(begin: Callable[[Figures, Figures], Callable[[Figures, Figures], None
             figures["failed"] = f"{type(error).__name__}: {error}"
             print(json.dumps(figures), file=messages, flush=True)
             raise
-
-
-@contextmanager
-def _own_output() -> Iterator[IO[str]]:
-    """Keep the standard output for this program; lead what libraries print to the standard error."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
-        os.dup2(2, 1)
-        yield messages
 
 
 @contextmanager

@@ -145,7 +145,12 @@ def run(
             left = {name: {**requests[name], "scratch": folder} for name in group if "failed" not in measured[name]}
             if profile:
                 traces = (output or Path(folder, "profile")).with_suffix("").resolve()
-                _profile(left, traces, note)
+                for name, request in left.items():
+                    suffix = re.sub(r"[^\w.-]+", "_", name)
+                    try:
+                        note(name, ask_once(ARM, {**request, "traces": f"{traces}_{suffix}"}))
+                    except ArmFailedError as error:
+                        note(name, {"failed": str(error)})
             else:
                 take_turns(ARM, left, cases, repeats, note, rest_seconds)
     _print(result)
@@ -279,16 +284,6 @@ def take_turns(
         prompts = prefill(cases)
         for name, seconds in timed(len(cases), prompts).items():
             note(name, {"prefill": {"tokens": prompts.batch * prompts.input, "seconds": seconds}})
-
-
-def _profile(requests: Mapping[str, Figures], traces: Path, note: Callable[[str, Figures], None]) -> None:
-    """Profile each arm; write its traces to files that begin like ``traces``."""
-    for name, request in requests.items():
-        suffix = re.sub(r"[^\w.-]+", "_", name)
-        try:
-            note(name, ask_once(ARM, {**request, "traces": f"{traces}_{suffix}"}))
-        except ArmFailedError as error:
-            note(name, {"failed": str(error)})
 
 
 def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:

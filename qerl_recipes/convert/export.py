@@ -113,7 +113,11 @@ def _merge(
     report = inspect_folder(folder)
     try:
         checked = check(tensors, saved.config, _linears(report), ENGINE_RANKS[-1])
-        _check_norms(report, norms)
+        for name, weight in norms.items():
+            tensor = report.tensors.get(name)
+            if tensor is None or tensor.shape != tuple(weight.shape):
+                shape = "no such tensor" if tensor is None else f"shape {list(tensor.shape)}"
+                raise AdapterError(f"trained norm {name} {list(weight.shape)}: the base has {shape}")
     except AdapterError as error:
         raise ValueError(f"{saved.path} does not fit {source}: {error}") from error
     target, arm = destination.absolute(), saved.quantization or "bf16"
@@ -150,15 +154,6 @@ def _linears(report: CheckpointReport) -> dict[str, Target]:
             columns = tensor.shape[1] * (2 if kind == COMPRESSED.codes else 1)
             layers[module] = Target(module, 0, columns, tensor.shape[0])
     return layers
-
-
-def _check_norms(report: CheckpointReport, norms: Tensors) -> None:
-    """Raise AdapterError if the checkpoint has no tensor of the name and shape of a trained norm."""
-    for name, weight in norms.items():
-        tensor = report.tensors.get(name)
-        if tensor is None or tensor.shape != tuple(weight.shape):
-            shape = "no such tensor" if tensor is None else f"shape {list(tensor.shape)}"
-            raise AdapterError(f"trained norm {name} {list(weight.shape)}: the base has {shape}")
 
 
 def _write_merged(report: CheckpointReport, adapter: CheckedAdapter, norms: Tensors, folder: Path) -> None:

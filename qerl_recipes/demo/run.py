@@ -71,12 +71,15 @@ def run(
     recipe = RECIPES / "grpo/nvfp4_lora_aqn.yaml"
     overrides = {"model_name_or_path": packed, "output_dir": folder, "max_steps": steps, "seed": seed}
     overrides |= {"dataset_seed": seed, "save_strategy": "no"}
-    arguments = ("--config", recipe, *(part for key, value in overrides.items() for part in (f"--{key}", value)))
-    _python("qerl_recipes.cli", "train", *arguments)
+    arguments = (part for key, value in overrides.items() for part in (f"--{key}", value))
+    _python("qerl_recipes.cli", "train", "--config", recipe, *arguments)
     console.print(f"[bold]3/4[/bold] Evaluating base and adapter on {problems} held-out problems")
     _evaluate(folder, base, packed, problems)
     console.print("[bold]4/4[/bold] Writing the report\n")
-    results = _join(folder)
+    evaluations = {name: json.loads((folder / name / report.EVALUATION).read_text()) for name, _ in ROWS.values()}
+    results = {label: evaluations[name]["tasks"][TASK][arm] for label, (name, arm) in ROWS.items()}
+    joined = {**evaluations[EVALUATIONS["qerl_nvfp4"]], "tasks": {TASK: results}}
+    (folder / report.EVALUATION).write_text(json.dumps(joined, indent=1) + "\n")
     summary = {
         "accuracy": {row: result["accuracy"] for row, result in results.items()},
         "ci95": {row: result["ci95"] for row, result in results.items()},
@@ -121,15 +124,6 @@ def _python(module: str, *arguments: object) -> None:
     line = [sys.executable, "-m", module, *map(str, arguments)]
     if processes.run(line):
         raise RuntimeError(f"a stage of the demo failed: {' '.join(line)}")
-
-
-def _join(folder: Path) -> dict[str, dict[str, Any]]:
-    """Write the three results into one ``evaluation.json`` for the report, and return them by label."""
-    evaluations = {name: json.loads((folder / name / report.EVALUATION).read_text()) for name, _ in ROWS.values()}
-    results = {label: evaluations[name]["tasks"][TASK][arm] for label, (name, arm) in ROWS.items()}
-    joined = {**evaluations[EVALUATIONS["qerl_nvfp4"]], "tasks": {TASK: results}}
-    (folder / report.EVALUATION).write_text(json.dumps(joined, indent=1) + "\n")
-    return results
 
 
 def _conclude(console: Console, results: dict[str, dict[str, Any]], page: Path, seconds: float) -> int:

@@ -113,7 +113,13 @@ def load(
         task = LightevalTask(config)
         task.num_samples = [num_samples]
         if rows is None:
-            _fetch(name, task)
+            try:
+                LightevalTask.load_datasets({name: task})
+            except (OSError, ValueError) as error:  # datasets raises either if network or cache is missing
+                raise ConnectionError(
+                    f"task {name}: the data set {task.dataset_path} could not be fetched from the Hugging Face hub "
+                    f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({MATH}PATH)"
+                ) from error
         else:
             task.dataset = {"test": rows}
         benchmark = Benchmark(name, task.get_docs(max_samples), judge, vote)
@@ -161,17 +167,6 @@ def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskCo
         NUMBER: (_number_judge, last_number),
     }[f"{kind}:"]
     return read_problems(Path(path)), _local(name, None), judge, vote
-
-
-def _fetch(name: str, task: LightevalTask) -> None:
-    """Load a task's data set from the hub; raise ConnectionError if it cannot be fetched."""
-    try:
-        LightevalTask.load_datasets({name: task})
-    except (OSError, ValueError) as error:  # datasets raises either if network or cache is missing
-        raise ConnectionError(
-            f"task {name}: the data set {task.dataset_path} could not be fetched from the Hugging Face hub "
-            f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({MATH}PATH)"
-        ) from error
 
 
 def _refuse_unreadable(benchmark: Benchmark) -> None:

@@ -39,7 +39,8 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
     try:
         try:
             yield partial
-            mask = _umask()
+            # os.umask would change it, for other threads too
+            mask = int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
             for path in [*partial.rglob("*"), partial]:
                 # safetensors makes its files readable by their owner alone
                 path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
@@ -126,11 +127,6 @@ def _move(partial: Path, destination: Path) -> None:
     os.rename(destination, old)
     os.rename(partial, destination)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    """Return this process's umask. Calling ``os.umask`` would change it, for other threads too."""
-    return int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
 
 
 def _flush(path: Path) -> None:

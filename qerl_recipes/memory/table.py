@@ -82,17 +82,13 @@ def explained(plan: Plan | None, output_dir: str, trainer: Any = None) -> Iterat
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, OutOfMemory) or not _is_out_of_memory(error):
+        import torch
+
+        is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if isinstance(error, OutOfMemory) or not (is_known or any(sign in str(error).lower() for sign in SIGNS)):
             raise
         phase = _phase(error.__traceback__, trainer)
         raise OutOfMemory(_message(plan, phase, output_dir, trainer)) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(sign in str(error).lower() for sign in SIGNS)
 
 
 def _phase(traceback: TracebackType | None, trainer: Any) -> str:

@@ -290,18 +290,18 @@ def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[st
             skip = 0 if equals else 1
         elif option not in options:
             raise unknown(key, valid, "command line")
-        elif (text := value if equals else following) in ("None", "null") and _is_optional_text(parser, option):
+        elif (
+            (text := value if equals else following) in ("None", "null")
+            and (action := parser._option_string_actions[option]).type is str
+            and action.choices is None
+            and action.dest in parser.may_be_none()
+        ):
             raise ConfigError(
                 f"command line: {option} {text} would be that word; for none write {key}: null in the recipe"
             )
         else:
             translated.append(flag)
     return translated, dropped
-
-
-def _is_optional_text(parser: RecipeParser, option: str) -> bool:
-    action = parser._option_string_actions[option]
-    return action.type is str and action.choices is None and action.dest in parser.may_be_none()
 
 
 def help_text(parser: RecipeParser) -> str:
@@ -313,7 +313,11 @@ def help_text(parser: RecipeParser) -> str:
         add_help=False,
         formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=34),
     )
-    owners = _owners(parser.dataclass_types)
+    owners = {}
+    for dataclass in parser.dataclass_types:
+        theirs = {field.name for field in dataclasses.fields(dataclass.__base__)}  # QeRL's keys are those that we add
+        names = (field.name for field in dataclasses.fields(dataclass))
+        owners |= {name: dataclass.__name__ if name in theirs else "QeRL" for name in names}
     for owner, name in OWNERS.items():
         for topic, keys in TOPICS.items():
             if own := [actions[key] for key in keys if owners.get(key) == owner]:
@@ -322,27 +326,13 @@ def help_text(parser: RecipeParser) -> str:
     return page.format_help()
 
 
-def _owners(dataclass_types: Iterable[Any]) -> dict[str, str]:
-    """Map each key to the TRL dataclass that defines it, or to QeRL for a key that our dataclass adds."""
-    owners = {}
-    for dataclass in dataclass_types:
-        theirs = {field.name for field in dataclasses.fields(dataclass.__base__)}
-        for field in dataclasses.fields(dataclass):
-            owners[field.name] = dataclass.__name__ if field.name in theirs else "QeRL"
-    return owners
-
-
 def _add(page: argparse.ArgumentParser, title: str, actions: Iterable[argparse.Action]) -> None:
     group = page.add_argument_group(title)
     for action in actions:
-        group.add_argument(f"--{action.dest}", default=_default(action), metavar="", help=_summary(action))
-
-
-def _default(action: argparse.Action) -> Any:
-    """Return a key's default, or its value in a recipe, with secrets hidden."""
-    if action.dest == "hub_token" and action.default is not None:
-        return HIDDEN
-    return hidden(action.default) if isinstance(action.default, str) else action.default
+        default = hidden(action.default) if isinstance(action.default, str) else action.default
+        if action.dest == "hub_token" and default is not None:
+            default = HIDDEN
+        group.add_argument(f"--{action.dest}", default=default, metavar="", help=_summary(action))
 
 
 def _summary(action: argparse.Action) -> str:

@@ -40,6 +40,11 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
     """Return the page of a study with its comparisons ``found``: question, answer, one table, one plot, commands."""
     title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
     lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
+    # reward and judge read the last number of an answer that does not end all the same
+    named_cut = ", ".join(f"{arm} seed {seed} ({percent(share)})" for (arm, seed), share in cut(values).items())
+    if named_cut:
+        also = f"; {COMPARISONS} has the comparisons without them" if study.comparisons else ""
+        named_cut = f"Runs that end with more than {percent(CUT)} of their completions cut: {named_cut}{also}"
     if answer := answered(study, values, found):
         lines += [answer, ""]
     lines += [*_comparisons(study, values, found), ""]
@@ -50,7 +55,7 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
         "Band: range of the seeds.*",
         "",
         " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
-        *_cut(study, values),
+        *([f"{named_cut}."] if named_cut else []),
         *([f"Every comparison and claim: [{COMPARISONS}]({COMPARISONS})."] if len(found) else []),
         f"Every metric: [{CONFIGURATIONS}]({CONFIGURATIONS}).",
         "",
@@ -123,15 +128,6 @@ def _before_and_after(study: Study, values: pd.DataFrame, metric: str, label: st
     before, after = (of_arm(values, name, label, study.seeds).mean() for name in (f"base_{metric}", metric))
     parts = [f"{scale * value:.{1 if scale > 1 else 2}f}" for value in (before, after) if pd.notna(value)]
     return " → ".join(parts) if pd.notna(after) else ""
-
-
-def _cut(study: Study, values: pd.DataFrame) -> list[str]:
-    """Name the runs whose answers do not end; reward and judge read the last number of an answer all the same."""
-    if (named := cut(values)).empty:
-        return []
-    runs = ", ".join(f"{arm} seed {seed} ({percent(share)})" for (arm, seed), share in named.items())
-    also = f"; {COMPARISONS} has the comparisons without them" if study.comparisons else ""
-    return [f"Runs that end with more than {percent(CUT)} of their completions cut: {runs}{also}."]
 
 
 def _taken(study: Study) -> list[str]:

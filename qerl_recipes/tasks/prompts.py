@@ -67,7 +67,8 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
         rows = range(len(train))
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")
-    parts = [_part(source, split) for split in (script.dataset_train_split, script.dataset_test_split)]
+    splits = (script.dataset_train_split, script.dataset_test_split)
+    parts = [source if split == ScriptArguments.dataset_train_split else f"{source}, {split}" for split in splits]
     keys = set(_keys(train, script, parts[0], may_lack_prompts, rows))
     if held_out is not None and (
         common := sum(key in keys for key in _keys(held_out, script, parts[1], may_lack_prompts))
@@ -87,11 +88,6 @@ def of_environment(script: ScriptArguments, count: int) -> Dataset:
     keys = ("dataset_kwargs", "dataset_config", "dataset_size", "dataset_prompt_column", *SPLIT_KEYS)
     refuse_unread(script, "an environment without dataset_name", *keys)
     return Dataset.from_dict({"prompt": [NOTHING] * count})
-
-
-def _part(source: str, split: str) -> str:
-    """Name the part of a data set in which rows are counted."""
-    return source if split == ScriptArguments.dataset_train_split else f"{source}, {split}"
 
 
 def _keys(

@@ -174,12 +174,6 @@ def packed_rows(
     return rows, Measured(measured)
 
 
-def padded_rows(inputs: Mapping[str, torch.Tensor], splits: bool) -> Sequence[torch.Tensor]:
-    """Return the rows of each part of a padded micro-batch, (b,) each: a single part unless it ``splits``."""
-    ids, width = inputs["prompt_ids"], inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
-    return torch.arange(len(ids), device=ids.device).split(padded_at_once(width) if splits else len(ids))
-
-
 def padded_at_once(width: int) -> int:
     """Return how many padded rows of ``width`` tokens go through the model at a time."""
     return max(1, FAST_TOKENS // width)

@@ -85,7 +85,10 @@ class PartsTrainer(GRPOTrainer):
             self._sums.add(measured)
             parts = [loss.Part(packed=[row]) for row in rows] if settings.splits else [loss.Part(packed=rows)]
         else:
-            parts = [loss.Part(padded=rows) for rows in loss.padded_rows(inputs, settings.splits)]
+            ids = inputs["prompt_ids"]  # a single part, unless the settings split it
+            width = ids.shape[1] + inputs["completion_ids"].shape[1]
+            size = loss.padded_at_once(width) if settings.splits else len(ids)
+            parts = [loss.Part(padded=rows) for rows in torch.arange(len(ids), device=ids.device).split(size)]
         return loss.in_order(parts, batch.mask.shape)
 
     @contextmanager
