@@ -102,10 +102,7 @@ class Arm:
 
 
 def ask_once(module: str, request: Figures, *, has_core: bool = True) -> Figures:
-    """Run ``module`` in a process of its own and return its answer; the options are those of ``Arm``.
-
-    Raises ArmFailedError.
-    """
+    """Run ``module`` as an ``Arm`` until it has answered; return the answer, or raise ArmFailedError."""
     arm = Arm(module, request, has_core=has_core)
     try:
         figures = arm.hear()
@@ -174,10 +171,7 @@ def ended_cleanly() -> Iterator[None]:
 
 
 def child(work: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
-    """Start a process of Python that calls ``work`` with ``arguments`` and its end of a pipe; return our end, too.
-
-    Unlike an Arm it exchanges Python objects. It ends with this process at the latest.
-    """
+    """Start a process of Python that calls ``work`` with ``arguments`` and its end of a pipe; return our end, too."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=work, args=(*arguments, theirs), daemon=True)
     process.start()
@@ -202,10 +196,7 @@ def serving(
     line: Callable[[str, Sequence[str]], list[str]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[tuple["ServerProcess", str]]:
-    """Start a server of ``model`` on a free port, with a resident adapter; yield it and its admin token.
-
-    ``options`` are more of those of ``vllm serve``; ``line`` makes the command line, by default ``serve.command``.
-    """
+    """Start a server of ``model`` with a resident adapter, by ``serve.command`` or ``line``; yield it and its token."""
     from qerl_recipes.machine.serve import command, started
     from qerl_recipes.rollout.arms import engine_options
 

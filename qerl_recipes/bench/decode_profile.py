@@ -138,10 +138,7 @@ def read(trace: Path, steps: int = FILLING + STEPS + LAST) -> dict[str, Any]:
 
 
 def kernels_of(events: Iterable[Mapping[str, Any]]) -> "pd.DataFrame":
-    """Return what the GPU did, a row for each kernel or copy, by ``start``.
-
-    ``launch`` is the call that launched it; all kernels of a graph have the same.
-    """
+    """Return the GPU's kernels and copies by ``start``; those of a graph have one ``launch``."""
     import pandas as pd
 
     rows = [

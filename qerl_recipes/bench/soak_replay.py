@@ -189,10 +189,7 @@ def named(policy: str, changes: Sequence[Change]) -> list[int]:
 
 
 def difference(answer: Answer, replayed: Sequence[Sequence[float]], tolerance: float) -> float:
-    """Return the largest difference of ``answer`` to policies that follow one another, each as late as possible.
-
-    Above ``tolerance`` there is no such sequence.
-    """
+    """Return the largest difference of ``answer`` to policies in a row; above ``tolerance`` there is no such row."""
     place, worst = 0, 0.0
     for i, logprob in enumerate(answer.logprobs):
         off = abs(logprob - replayed[place][i])

@@ -72,10 +72,7 @@ def texts(data: Dataset, tokenizer: Any) -> str:
 
 
 def make(recipe: str | Path, base: str, out: Path, *, steps: int = STEPS, seed: int = 0) -> dict[str, float]:
-    """Train ``base`` and save it, its tokenizer and its conversations in ``out``; return steps and last loss.
-
-    Raise FileExistsError if ``out`` is not empty, and ConfigError as ``examples`` does.
-    """
+    """Train ``base``, save it in ``out``, which must be empty, with its conversations; return steps and last loss."""
     script, training, _ = parse(["--config", str(recipe)])
     data = examples(script, steps * BATCH)
     folder = local_folder(base)

@@ -158,10 +158,7 @@ def _prepared(
 
 
 def _script(name: str, evaluation: Evaluation, recipe: Mapping[str, Any]) -> ScriptArguments:
-    """Return a recipe's keys for a task: another environment gets neither its tools nor its rewards.
-
-    Raises ValueError for a run whose episodes are of another kind.
-    """
+    """Return a recipe's keys for a task, of another environment without tools and rewards, or raise ValueError."""
     known = {field.name for field in fields(ScriptArguments) if field.init}
     keys = {key: value for key, value in recipe.items() if key in known and not key.startswith("dataset_")}
     keys["system_prompt"] = evaluation.system_prompt

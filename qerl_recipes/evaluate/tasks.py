@@ -54,10 +54,7 @@ Vote = Callable[[str], Hashable]  # the result that a text votes for, or None if
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task and its problems, which are drawn once, so that every model gets the same ones in the same order.
-
-    ``problems[i].generation_size`` is the length limit of an answer in tokens; None means all the room there is.
-    """
+    """A task whose problems are drawn once, for all models; their ``generation_size`` is the limit of an answer."""
 
     name: str
     problems: list[Doc]

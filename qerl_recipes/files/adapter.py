@@ -81,10 +81,7 @@ class AdapterFolder:
             )
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return (LoRA tensors by PEFT's names, trained norms by the checkpoint's names).
-
-        Raises ValueError for a file that is damaged or empty, and for a tensor with NaN or infinite values.
-        """
+        """Return LoRA tensors and trained norms; raise ValueError if they are damaged, missing or not finite."""
         saved = read(self.path)
         tensors, norms = saved.tensors, saved.norms or {}
         for name, tensor in {**tensors, **norms}.items():

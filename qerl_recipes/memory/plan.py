@@ -303,10 +303,7 @@ class _Run:
         return max(0, self.engine.cache) // self.engine.token
 
     def problem(self) -> str:
-        """Say why vLLM would not start, with a way out; return "" if it would.
-
-        vLLM refuses to start if one sequence of full length does not fit into its KV cache.
-        """
+        """Say why vLLM would not start, which takes one sequence of full length, with a way out; "" if it would."""
         if self.training.vllm_mode == SERVER or self.engine_length <= self._cache_tokens():
             return ""
         length, one = self.engine_length, self.engine_length * self.engine.token
@@ -326,10 +323,7 @@ class _Run:
         )
 
     def remark(self) -> str:
-        """Say that the engine is not part of this plan, or that it cannot hold all sequences of a rollout at a time.
-
-        The second comes with what would change it. Returns "" if neither is so.
-        """
+        """Say that the engine is not in this plan, or holds too few sequences and what would change it; or ""."""
         if self.training.vllm_mode == SERVER:
             return "the server's memory is not in this plan: on this GPU its --gpu-memory-utilization comes on top"
         fitting = self._cache_tokens() // self.engine_length

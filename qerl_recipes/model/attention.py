@@ -219,10 +219,7 @@ def _rotated(kind: Any) -> Any:
 
 
 def _rotates(kind: type, config: Any, layer: int) -> bool:
-    """Return True if RotatedAttention computes the same as a small layer of class ``kind``.
-
-    Both must also call the attention with the same options.
-    """
+    """Return True if RotatedAttention computes, and calls the attention, as a small layer of class ``kind`` does."""
     small = copy.deepcopy(config)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3}
     for name, size in sizes.items():

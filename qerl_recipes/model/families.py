@@ -27,10 +27,7 @@ NOISE_TARGETS = dict.fromkeys(("gemma2", "gemma3_text"), ("post_attention_layern
 
 
 def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]:
-    """Yield one line for each reason why a model with this config.json cannot be trained at all.
-
-    ``attention`` is the attn_implementation; None means transformers' choice.
-    """
+    """Yield a line for each reason why this model cannot be trained with ``attention`` (None: transformers' choice)."""
     kind = config.get("model_type")
     if (count := experts(config)) and kind not in MIXTURES:
         yield (

@@ -119,10 +119,7 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
 
     @property
     def factor(self) -> float | None:
-        """Return the tensor scale, or None if rows differ in it or the order of summation is fixed.
-
-        A fixed order rules out a product by a library.
-        """
+        """Return the tensor scale, or None if rows differ in it or a fixed order of summation rules out a library."""
         return None if self.scale is None or self._fixed_order else float(self.scale)
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
@@ -167,10 +164,7 @@ class FrozenMarlinLinear(FrozenNVFP4Linear):
 
 
 class PackedExperts(NamedTuple):
-    """Hold one linear of all experts.
-
-    ``codes`` is (E, N, K/2), ``block_scales`` (E, N, K/16) and ``divisors`` (E, parts).
-    """
+    """Hold one linear of all experts: codes (E, N, K/2), block_scales (E, N, K/16) and divisors (E, parts)."""
 
     codes: torch.Tensor
     block_scales: torch.Tensor
@@ -226,10 +220,7 @@ class FrozenNVFP4Experts(torch.nn.Module):
 
 
 class UnroundedRouter(torch.nn.Module):
-    """Wrap a router so that the weights of the chosen experts are fp32, as in the engine.
-
-    transformers rounds them to the dtype of the logits.
-    """
+    """Keep the weights of a router's chosen experts in fp32, as the engine does and transformers does not."""
 
     def __init__(self, name: str, router: torch.nn.Module) -> None:
         """Raise ValueError if its weights are neither softmax values of the chosen experts nor those over their sum."""

@@ -218,10 +218,7 @@ def _load_experts(
 
 
 def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
-    """Return the largest magnitude, in BF16, over the linears that vLLM fuses with this one.
-
-    Raises CheckpointError if a value is not finite: NVFP4 cannot hold that, and would not report it.
-    """
+    """Return the largest magnitude of what vLLM fuses with this linear; raise CheckpointError if it is not finite."""
     modules = {tensor.removesuffix(".weight") for tensor in tensors.report.tensors}
     amaxes = {part: tensors.get(f"{part}.weight").bfloat16().abs().amax() for part in fused_with(name, modules)}
     if damaged := [part for part, amax in amaxes.items() if not torch.isfinite(amax)]:

@@ -113,10 +113,7 @@ class _Adapted(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """Compute y = W z + scaling * B A z with z = silu(gate) * up, for a 4-bit W (N, K).
-
-    z is written where the product reads it.
-    """
+    """Compute y = W z + scaling * B A z with z = silu(gate) * up, written where it is read, for a 4-bit W (N, K)."""
 
     @staticmethod
     def forward(

@@ -176,10 +176,7 @@ def _joined(values: list[Any]) -> Any:
 
 
 def _deal(batch: Mapping[str, Any], sizes: list[int], skips_zero_advantage: bool) -> list[torch.Tensor]:
-    """Return the rows of each micro-batch: the longest unit goes first, to the one with the fewest tokens and room.
-
-    A unit is a group of rows with the same prompt that must stay together.
-    """
+    """Return each micro-batch's rows: the longest unit of one prompt goes first, to the emptiest with room."""
     prompt_ids, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
     lengths = prompt_mask.sum(dim=1) + batch["completion_mask"].cpu().sum(dim=1)
     if skips_zero_advantage:

@@ -18,10 +18,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class GatedMLP(torch.nn.Module):
-    """Compute down(silu(gate(x)) * up(x)), on a GPU with one rounding before the last product.
-
-    The three linears keep the names that the model gives them.
-    """
+    """Compute down(silu(gate(x)) * up(x)), on a GPU with one rounding before the last product."""
 
     def __init__(self, gate_proj: torch.nn.Module, up_proj: torch.nn.Module, down_proj: torch.nn.Module) -> None:
         super().__init__()
@@ -36,10 +33,7 @@ class GatedMLP(torch.nn.Module):
 
 
 class UnroundedRotation(torch.nn.Module):
-    """Wrap a model's rotary embedding: its cosines and sines, rounded as before, are returned in fp32.
-
-    So the rotated queries and keys are fp32 too, until the attention rounds them.
-    """
+    """Wrap a rotary embedding: its cosines and sines, rounded as before, stay fp32 until the attention rounds."""
 
     def __init__(self, rotary: torch.nn.Module) -> None:
         super().__init__()
@@ -79,10 +73,7 @@ def replace_mlps(model: PreTrainedModel) -> int:
 
 
 def replace_rotations(model: PreTrainedModel) -> int:
-    """Wrap every rotary embedding of ``model`` in an UnroundedRotation, and return the number of new wrappers.
-
-    The model's attention must round queries and keys to the dtype of the values.
-    """
+    """Wrap each rotary embedding, whose attention must round to the values' dtype; return how many are new."""
     wrapped = {id(module.rotary) for module in model.modules() if isinstance(module, UnroundedRotation)}
     rotaries = [
         (name, module)

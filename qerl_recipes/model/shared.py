@@ -60,10 +60,7 @@ def is_wanted(training: "GRPOConfig") -> bool:
 
 
 def borrow(engine: object, training: "GRPOConfig") -> "FrozenWeights | None":
-    """Return the weights of a running rollout engine, or None, with a warning, if it cannot lend them.
-
-    With ``share_weights: true`` in the recipe it raises ValueError instead.
-    """
+    """Return a running engine's weights; without any warn and return None, or raise for ``share_weights: true``."""
     from qerl_vllm_plugin.weights.frozen_weights import NotShareableError
 
     try:

@@ -45,10 +45,7 @@ SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?]\s+(?=[A-Z`(])")
 
 
 class ConfigError(ValueError):
-    """Report a recipe or a flag that cannot be used.
-
-    The message names the key, the limit and the way out. Addresses in it show neither user nor password.
-    """
+    """Report a recipe or flag that cannot be used, with the way out; addresses show neither user nor password."""
 
     def __init__(self, text: str) -> None:
         super().__init__(hidden(text))

@@ -75,10 +75,7 @@ class RolloutEngine(Protocol):
 
 
 class Turn(NamedTuple):
-    """Ask for a turn of an episode: at most ``most`` tokens after its whole history ``tokens``.
-
-    ``place`` is the index of the episode's row in this process's batch. ``number`` counts the turns from 0.
-    """
+    """Ask for at most ``most`` tokens after ``tokens``, in turn ``number`` of the row at ``place`` in this batch."""
 
     tokens: list[int]
     place: int

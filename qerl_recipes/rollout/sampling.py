@@ -160,10 +160,7 @@ class SeededRollouts(ABC):
         num_generations: int = 1,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Take ``turns`` and what ``go_on`` returns (``rollout.interface.TakesTurns``); raise as ``generate`` does.
-
-        The seconds of ``go_on`` do not count as the engine's.
-        """
+        """Take turns (``rollout.interface.TakesTurns``) without timing ``go_on``; raise as ``generate`` does."""
         if turns and turns[0].number == 0:
             self._seeds.draw(self._accelerator.process_index * len(turns), len(turns), num_generations)
         asked: list[Turn] = []

@@ -231,10 +231,7 @@ class ServerLink:
         )
 
     async def watch(self, pushed: Pushed, every: float) -> None:
-        """Check the server ``every`` so many seconds, and return when it no longer serves ``pushed``.
-
-        Raises ServerLostError if it stays silent or paused for too long, and an error if it refuses the check.
-        """
+        """Check the server ``every`` so many seconds until it serves another policy; raise if it is lost or refuses."""
         while True:
             await asyncio.sleep(every)
             began = time.monotonic()

@@ -79,10 +79,7 @@ def _write_page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Pa
 
 
 def sum_up(folder: Path) -> Path:
-    """Make the page of each study in ``folder`` that has a table, and return one page over all of them.
-
-    Raises StudyError for a study or table that cannot be read, or a table that is not of its study as it is now.
-    """
+    """Make each page of a folder's tables, and return one over all; raise StudyError for a table not of its study."""
     files = sorted(folder.glob("*.yaml"))
     if not files:
         raise StudyError(f"{folder} has no study file, NAME.yaml")

@@ -243,10 +243,7 @@ def base_of(folder: Path) -> str | None:
 
 
 def refuse_other_bases(trained: Iterable[tuple[str, str, str | None]], way_out: str) -> None:
-    """Raise StudyError if a model here holds other weights than a run was trained on.
-
-    ``trained`` has the run's name, its model, and the hash of its base, None if it is not known.
-    """
+    """Raise StudyError if a model, of (run, model, hash or None), holds other weights than it was trained on."""
     hash_of = functools.cache(lambda model: base_hash(model)[:DIGITS])  # most runs have one base, of many files
     for run, model, then in trained:
         if (Path(model) / "config.json").is_file() and then != hash_of(model):

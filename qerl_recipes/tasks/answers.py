@@ -47,10 +47,7 @@ def last_box(text: str) -> str | None:
 
 
 def answer_in(text: str) -> str | None:
-    r"""Return the answer in the last ``<answer>`` block, else in the whole text: the content of its last ``\boxed{}``.
-
-    A block without a box is the answer as it stands. Without block and box the result is None.
-    """
+    r"""Return the last ``<answer>`` block, or the last ``\boxed{}`` in it or, without one, in the text; else None."""
     block = answer_block(text)
     box = last_box(text if block is None else block)
     return block if box is None else box

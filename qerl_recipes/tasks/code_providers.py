@@ -101,10 +101,7 @@ def judge_of(script: ScriptArguments) -> Judge:
 
 
 def python_tool(script: ScriptArguments) -> Callable[[str], str]:
-    """Return the tool ``python``, with which a policy runs programs on this machine.
-
-    Raises ConfigError unless the recipe has ``code_provider: local``, or where programs cannot be limited here.
-    """
+    """Return the tool ``python``; raise ConfigError without ``code_provider: local``, or limits on programs here."""
     if script.code_provider != "local":
         raise ConfigError(
             f"the tool python runs programs on this machine, not with code_provider: {script.code_provider}; use "
