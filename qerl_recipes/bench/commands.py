@@ -149,13 +149,7 @@ def swap(
     """Measure how long a change of policy takes: an adapter by each way to an engine, and the noise."""
     from qerl_recipes.bench.swap import run
 
-    run(
-        shape,
-        rank=rank,
-        transports=transport.split(","),
-        tensor_parallel_size=tensor_parallel_size,
-        output=output,
-    )
+    run(shape, rank=rank, transports=transport.split(","), tensor_parallel_size=tensor_parallel_size, output=output)
 
 
 @bench.command()
@@ -297,11 +291,5 @@ def bench_train(
             raise typer.BadParameter(f"--{given[0]} is not for --config: the recipe decides it; give its key as a flag")
         work, arms = Workload.of(config, prompt, steps, overrides)
     memory = None if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
-    result = run(
-        work,
-        arms=arms.split(","),
-        memory=memory,
-        scratch=scratch,
-        output=output,
-    )
+    result = run(work, arms=arms.split(","), memory=memory, scratch=scratch, output=output)
     raise typer.Exit(int(any("failed" in figures for figures in result["arms"].values())))

@@ -85,11 +85,7 @@ def _parts(size: ModelSize, gpu: Gpu, request: Mapping[str, Any], cases: Sequenc
     sequences = most_sequences(cases)
     tokens = request["engine"].get("max_num_batched_tokens") or TOKENS_AT_ONCE[gpu.memory >= LARGE_GPU]
     scratch = estimates.engine_scratch(
-        size,
-        sequences,
-        expands=kind != "bf16",
-        itemsize=ITEMSIZE,
-        tokens=min(tokens, sequences * longest(cases)),
+        size, sequences, expands=kind != "bf16", itemsize=ITEMSIZE, tokens=min(tokens, sequences * longest(cases))
     )
     return {
         "cache": _cache(size, request, cases),

@@ -28,11 +28,7 @@ TRANSPORTS = {
     "http": "a server: a request's body, from tensors on the CPU; with a GPU from GPU to GPU, too",
 }
 # of a server: (name in the result, transport of its client, device of the tensors)
-SERVER_WAYS = (
-    ("http", "http", "cpu"),
-    ("http, shared memory", "shared", "cpu"),
-    ("http, GPU to GPU", "ipc", "cuda"),
-)
+SERVER_WAYS = (("http", "http", "cpu"), ("http, shared memory", "shared", "cpu"), ("http, GPU to GPU", "ipc", "cuda"))
 LENGTH, SEQUENCES = 256, 8
 
 
@@ -181,9 +177,7 @@ def _changes(
 
 
 def _spread(
-    change: Callable[[], object],
-    parts: Callable[[], dict[str, float]],
-    before: Callable[[], object] | None = None,
+    change: Callable[[], object], parts: Callable[[], dict[str, float]], before: Callable[[], object] | None = None
 ) -> Figures:
     """Return the median, least and most seconds of a change, and the median of each of its ``parts``.
 

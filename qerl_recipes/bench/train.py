@@ -357,7 +357,7 @@ def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
     }
     remarks = [
         f"TRL {trl.__version__} as released, its check of vLLM's version included; vLLM without plugins; micro-batches "
-        f"of {batch}; " + ", ".join(f"{key}: {str(recipe[key]).lower()}" for key in SHOWN_TRL_KEYS),
+        f"of {batch}; " + ", ".join(f"{key}: {str(recipe[key]).lower()}" for key in SHOWN_TRL_KEYS)
     ]
     if gpu is None:
         remarks.append("on a CPU: vLLM without compilation, and with weights left unpacked, into which TRL loads")

@@ -35,11 +35,7 @@ ROWS = {
 
 
 def run(
-    output: str | Path = "runs/demo",
-    seed: int = 0,
-    steps: int = 60,
-    problems: int = 512,
-    from_scratch: bool = False,
+    output: str | Path = "runs/demo", seed: int = 0, steps: int = 60, problems: int = 512, from_scratch: bool = False
 ) -> int:
     """Run the demo; write ``report.html``, ``adapter/`` and ``summary.json`` into ``output``; return the exit code.
 

@@ -47,10 +47,7 @@ ACTING = (
 )
 # Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
 # from the tokens; the trainer decodes tokens itself, without them.
-NOT_TAKEN = {
-    *FIXED,
-    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
-}
+NOT_TAKEN = {*FIXED, *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")}
 TOKENIZERS = "the tokenizer's own"
 LONGEST_SHOWN = 100  # characters of a text that are shown
 
@@ -60,10 +57,7 @@ S = TypeVar("S", bound=Sampling)
 def taken_over(sampling: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
     """Fill the open choices of ``sampling`` from the adapter's training; return the copy, and what was filled."""
     template, recipe = adapter.path / TEMPLATE, adapter.recipe
-    in_training = {
-        "system_prompt": recipe.get("system_prompt"),
-        "max_new_tokens": recipe.get("max_completion_length"),
-    }
+    in_training = {"system_prompt": recipe.get("system_prompt"), "max_new_tokens": recipe.get("max_completion_length")}
     if sampling.use_chat_template is not False:
         in_training["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
         in_training["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None

@@ -30,13 +30,7 @@ from qerl_recipes.evaluate.as_trained import (
     warmer_or_colder,
     without_actions,
 )
-from qerl_recipes.evaluate.figures import (
-    episode_rows,
-    of_episodes,
-    summarize,
-    too_many_cut,
-    unscored,
-)
+from qerl_recipes.evaluate.figures import episode_rows, of_episodes, summarize, too_many_cut, unscored
 from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter

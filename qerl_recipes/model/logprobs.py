@@ -87,12 +87,7 @@ def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
     """Return the model's arguments: no logits, no cache, and what its attention needs to keep sequences apart."""
     nothing = torch.empty(0, dtype=torch.long, device=row.tokens.device)
-    arguments = {
-        "input_ids": row.tokens,
-        "position_ids": row.positions,
-        "use_cache": False,
-        "logits_to_keep": nothing,
-    }
+    arguments = {"input_ids": row.tokens, "position_ids": row.positions, "use_cache": False, "logits_to_keep": nothing}
     name = base.config._attn_implementation
     if name == attention.NAME:
         # transformers passes a mask of four dimensions on; otherwise it would build one of T x T that is not used

@@ -102,11 +102,7 @@ def named_norms(model: torch.nn.Module) -> Iterator[tuple[str, TrainerRMSNorm]]:
 
 
 def set_noise(
-    model: torch.nn.Module,
-    sigma: float,
-    seed: int,
-    rollout: int,
-    targets: Sequence[str] = noise.DEFAULT_TARGETS,
+    model: torch.nn.Module, sigma: float, seed: int, rollout: int, targets: Sequence[str] = noise.DEFAULT_TARGETS
 ) -> int:
     """Set the noise of the target norms to sigma * z(seed, rollout, name), and return the number of target norms.
 

@@ -115,10 +115,7 @@ class SeededRollouts(ABC):
     longest: int  # the most tokens of a sequence
 
     def __init__(
-        self,
-        training: "GRPOConfig",
-        snapshot: Callable[[], Snapshot],
-        accelerator: "Accelerator | PartialState",
+        self, training: "GRPOConfig", snapshot: Callable[[], Snapshot], accelerator: "Accelerator | PartialState"
     ) -> None:
         self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
         self._seeds = Seeds(training.seed)

@@ -25,14 +25,7 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import sampling_parameters
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_recipes.rollout.sampling import Completion, Follow, Request, SeededRollouts
-from qerl_recipes.rollout.server_link import (
-    NO_NOISE,
-    AnotherPolicyError,
-    Noise,
-    Pushed,
-    ServerLink,
-    ServerRefusedError,
-)
+from qerl_recipes.rollout.server_link import NO_NOISE, AnotherPolicyError, Noise, Pushed, ServerLink, ServerRefusedError
 from qerl_vllm_plugin.client import VERSION_HEADER
 from qerl_vllm_plugin.wire.address import Login, authorization
 
@@ -241,12 +234,7 @@ class CompletionsClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        api_key: str | None,
-        parameters: Mapping[str, Any],
-        timeout: float,
-        login: Login | None = None,
+        self, url: str, api_key: str | None, parameters: Mapping[str, Any], timeout: float, login: Login | None = None
     ) -> None:
         self.options: dict[str, Any] = {
             "base_url": f"{url}/v1",
@@ -313,9 +301,7 @@ class CompletionsClient:
 
     async def _one(self, client: openai.AsyncOpenAI, model: str, request: Request, version: int) -> Completion:
         raw = await client.completions.with_raw_response.create(
-            model=model,
-            prompt=request.prompt,
-            extra_body={**self._body, **request.limits(self._body)},
+            model=model, prompt=request.prompt, extra_body={**self._body, **request.limits(self._body)}
         )
         # read the JSON itself: the client's types would check each of the millions of numbers of a rollout one by one
         (choice,) = raw.http_response.json()["choices"]

@@ -11,17 +11,7 @@ import pandas as pd
 
 from qerl_recipes.study.inventory import beside
 from qerl_recipes.study.plan import SWEEP_GAIN, Study, StudyError
-from qerl_recipes.study.results import (
-    ACCURACY,
-    CUT,
-    PLANNED,
-    comparisons,
-    counted,
-    cut,
-    hours,
-    labels,
-    of_arm,
-)
+from qerl_recipes.study.results import ACCURACY, CUT, PLANNED, comparisons, counted, cut, hours, labels, of_arm
 from qerl_recipes.study.statistics import ALPHA, POWER, T_ONLY, compare, holm, visible
 
 CALLS = "calls"  # of tools, the mean of an episode
@@ -210,9 +200,7 @@ def markdown(table: pd.DataFrame) -> list[str]:
 
 
 def overview(
-    folder: Path,
-    found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]],
-    tables: Mapping[Path, pd.DataFrame],
+    folder: Path, found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]], tables: Mapping[Path, pd.DataFrame]
 ) -> str:
     """Return the page over all studies of a folder: what was found, every claim, and how to run one.
 

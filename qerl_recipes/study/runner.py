@@ -31,15 +31,7 @@ from qerl_recipes.machine.gpu import installed_gpu, visible_names
 from qerl_recipes.recipe.file import flags
 from qerl_recipes.recipe.keys import with_current_names
 from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases
-from qerl_recipes.study.inventory import (
-    RESULT,
-    TIMES,
-    accuracy,
-    all_runs,
-    is_finished,
-    keep,
-    refuse_other_weights,
-)
+from qerl_recipes.study.inventory import RESULT, TIMES, accuracy, all_runs, is_finished, keep, refuse_other_weights
 from qerl_recipes.study.plan import Run, Study, StudyError
 from qerl_vllm_plugin.wire.address import hidden
 

@@ -47,7 +47,7 @@ def last_box(text: str) -> str | None:
 
 
 def answer_in(text: str) -> str | None:
-    r"""Return the last ``<answer>`` block, or the last ``\boxed{}`` in it or, without one, in the text; else None."""
+    r"""Return the last box in the last ``<answer>`` block, or that block; without one the text's last box, or None."""
     block = answer_block(text)
     box = last_box(text if block is None else block)
     return block if box is None else box

@@ -381,11 +381,7 @@ def _column_problems(split: str, rows: Dataset, functions: Mapping[str, Reward])
 
 
 def _plan(
-    script: ScriptArguments,
-    training: GRPOConfig,
-    model: ModelConfig,
-    config: Mapping[str, Any] | None,
-    gpu: Gpu | None,
+    script: ScriptArguments, training: GRPOConfig, model: ModelConfig, config: Mapping[str, Any] | None, gpu: Gpu | None
 ) -> Plan | None:
     """Return the memory plan of a run on ``gpu``; raise ValueError for a run that does not fit."""
     plan = None if gpu is None else memory_plan.make(script, training, model, gpu=gpu, config=config)

@@ -209,11 +209,7 @@ def assemble(
         times.end("engine", getattr(engine, "start_seconds", {}))
         weights = shared.borrow(engine, training) if shared.is_wanted(training) else None
         policy: PreTrainedModel | PeftModel = loading.load(
-            base,
-            dtype,
-            quantization=training.quantization,
-            attn_implementation=attn_implementation,
-            weights=weights,
+            base, dtype, quantization=training.quantization, attn_implementation=attn_implementation, weights=weights
         )
         if start is not None:
             policy = PeftModel.from_pretrained(policy, str(start), is_trainable=True)
