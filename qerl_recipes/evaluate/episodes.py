@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.generation import for_sampling_params
 from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.episodes import Episode, Message, Player, begun, described
-from qerl_recipes.rollout.interface import Taken, Turn
+from qerl_recipes.rollout.interface import GoOn, Profiler, Taken, Turn
 from qerl_recipes.rollout.sampling import Ended, Request
 from qerl_recipes.tasks import environments, prompts, rewards
 from qerl_recipes.tasks.environments import COLUMN, Interaction, Starts
@@ -230,13 +230,7 @@ class _Engine:
         problem, sample = divmod(self.first + place, self._evaluation.num_samples)
         return seed_of(self._evaluation.seed or 0, self._task, problem, sample, number)
 
-    def play(
-        self,
-        turns: Sequence[Turn],
-        go_on: Callable[[list[Taken]], Sequence[Turn]],
-        num_generations: int = 1,
-        profiler: AbstractContextManager[Any] | None = None,
-    ) -> None:
+    def play(self, turns: Sequence[Turn], go_on: GoOn, num_generations: int = 1, profiler: Profiler = None) -> None:
         """Take ``turns`` and what ``go_on`` returns; log-probabilities are not asked for, and are None."""
         from vllm import SamplingParams
 

@@ -6,7 +6,6 @@ It is a ``RolloutEngine`` that also takes turns and lends its weights (``TakesTu
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
-from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.interface import Profiler, Snapshot
 from qerl_recipes.rollout.sampling import Completion, Ended, Follow, Request, SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
 from qerl_vllm_plugin.policy import Policy
@@ -106,9 +105,7 @@ class VLLMRollouts(SeededRollouts):
             self._is_held = False
         self._sleep()
 
-    def _complete(
-        self, requests: list[Request], profiler: AbstractContextManager[Any] | None, follow: Follow | None = None
-    ) -> list[Completion]:
+    def _complete(self, requests: list[Request], profiler: Profiler, follow: Follow | None = None) -> list[Completion]:
         self._wake()
         with self._timed(profiler):
             completions, first = self._compute(requests, follow)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # a plugin that adds only rewards need not load torch, TRL an
 # Prompt ids, completion ids, log-probabilities of the sampled tokens as [[[lp], ...], ...], and None for extra fields.
 # A log-probability that is not known is None.
 Completions = tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], None]
+Profiler = AbstractContextManager[Any] | None  # what the engine enters while it generates
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,7 @@ class RolloutEngine(Protocol):
         """Take over the current policy; TRL calls this if nothing was begun since the last step."""
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        images: Any,
-        num_generations: int,
-        profiler: AbstractContextManager[Any] | None = None,
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Profiler = None
     ) -> Completions:
         """Return one completion for each of ``prompts``, which are token ids.
 
@@ -85,6 +82,7 @@ class Turn(NamedTuple):
 
 # A turn that has ended, with the ids and log-probabilities of its tokens.
 Taken = tuple[Turn, tuple[list[int], list[float | None]]]
+GoOn = Callable[[list[Taken]], Sequence[Turn]]  # from turns that have ended to those that follow
 
 
 @runtime_checkable
@@ -102,13 +100,7 @@ class TakesTurns(Protocol):
         enter and leave, however many turns they take. Leaving waits for those that share the engine.
         """
 
-    def play(
-        self,
-        turns: Sequence[Turn],
-        go_on: Callable[[list[Taken]], Sequence[Turn]],
-        num_generations: int = 1,
-        profiler: AbstractContextManager[Any] | None = None,
-    ) -> None:
+    def play(self, turns: Sequence[Turn], go_on: GoOn, num_generations: int = 1, profiler: Profiler = None) -> None:
         """Take ``turns``, and those that ``go_on`` returns for the turns that have ended, until none is left.
 
         ``go_on`` gets turns that ended at the same time, in order of place. What it returns is computed beside the

@@ -14,10 +14,9 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_recipes.rollout.interface import Completions, Snapshot, Taken, Turn
+from qerl_recipes.rollout.interface import Completions, GoOn, Profiler, Snapshot, Turn
 from qerl_vllm_plugin.noise import seed_of
 
 if TYPE_CHECKING:
@@ -122,11 +121,7 @@ class SeededRollouts(ABC):
         self.tokens, self.seconds = 0, 0.0  # both since the last begin
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        images: Any,
-        num_generations: int,
-        profiler: AbstractContextManager[Any] | None = None,
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Profiler = None
     ) -> Completions:
         """Return one completion for each of ``prompts``.
 
@@ -150,13 +145,7 @@ class SeededRollouts(ABC):
         with self._seeds.one_batch():
             yield
 
-    def play(
-        self,
-        turns: Sequence[Turn],
-        go_on: Callable[[list[Taken]], Sequence[Turn]],
-        num_generations: int = 1,
-        profiler: AbstractContextManager[Any] | None = None,
-    ) -> None:
+    def play(self, turns: Sequence[Turn], go_on: GoOn, num_generations: int = 1, profiler: Profiler = None) -> None:
         """Take turns (``rollout.interface.TakesTurns``) without timing ``go_on``; raise as ``generate`` does."""
         if turns and turns[0].number == 0:
             self._seeds.draw(self._accelerator.process_index * len(turns), len(turns), num_generations)
@@ -177,9 +166,7 @@ class SeededRollouts(ABC):
         self._complete(requests(turns), profiler, follow)
 
     @abstractmethod
-    def _complete(
-        self, requests: list[Request], profiler: AbstractContextManager[Any] | None, follow: Follow | None = None
-    ) -> list[Completion]:
+    def _complete(self, requests: list[Request], profiler: Profiler, follow: Follow | None = None) -> list[Completion]:
         """Return the completion of each request, inside ``_timed(profiler)``; with ``follow`` only make them."""
 
     def _open(self, rollout: int) -> None:
@@ -196,7 +183,7 @@ class SeededRollouts(ABC):
         return Request(prompt, seed, min(most, room))
 
     @contextlib.contextmanager
-    def _timed(self, profiler: AbstractContextManager[Any] | None) -> Iterator[None]:
+    def _timed(self, profiler: Profiler) -> Iterator[None]:
         began = time.perf_counter()
         with profiler or contextlib.nullcontext():
             yield

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import openai
@@ -23,7 +22,7 @@ from accelerate.utils import broadcast_object_list
 
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import sampling_parameters
-from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.interface import Profiler, Snapshot
 from qerl_recipes.rollout.sampling import Completion, Follow, Request, SeededRollouts
 from qerl_recipes.rollout.server_link import NO_NOISE, AnotherPolicyError, Noise, Pushed, ServerLink, ServerRefusedError
 from qerl_vllm_plugin.client import VERSION_HEADER
@@ -142,9 +141,7 @@ class ServerRollouts(SeededRollouts):
         self._pushed = result
         return result
 
-    def _complete(
-        self, requests: list[Request], profiler: AbstractContextManager[Any] | None, follow: Follow | None = None
-    ) -> list[Completion]:
+    def _complete(self, requests: list[Request], profiler: Profiler, follow: Follow | None = None) -> list[Completion]:
         with self._timed(profiler), _event_loop() as loop:
             return self._answers(requests, follow, loop)
 
