@@ -38,20 +38,13 @@ def write_own_answers(
 ) -> str:
     """Write a model's answers to the first ``samples`` training problems of a recipe; return a summary in one line.
 
-    ``recipe`` is ``["--config", "recipe.yaml", "--key", "value", ...]``. The model runs without an adapter, in BF16 or
-    the recipe's dtype, whatever ``quantization`` the recipe sets. It samples as the rollouts do. The engine takes
-    ``gpu_memory_utilization`` of the GPU, which it shares with no trainer.
+    ``recipe`` is ``["--config", "recipe.yaml", "--key", "value", ...]``. The model samples as the rollouts do, without
+    an adapter and in the recipe's dtype, whatever its ``quantization``; the engine shares the GPU with no trainer.
+    ``output`` gets a JSON line for each problem: ``text``, prompt and answer as the model sees them, and its
+    ``input_ids``.
 
-    ``output`` gets a JSON line for each problem: ``text`` is prompt and answer as the model sees them, ``input_ids``
-    are their tokens.
-
-    Raise ValueError or OSError before the engine starts if
-
-    * ``output`` exists, or its folder does not,
-    * the recipe sets a key that this command does not support,
-    * the model has NVFP4 weights already,
-    * there are fewer problems than ``samples``, or
-    * a prompt leaves no room for its completion.
+    Raise ValueError or OSError before the engine starts for an ``output`` that exists or has no folder, for unsupported
+    keys, a model in NVFP4, too few problems, and a prompt that leaves no room for its completion.
     """
     if samples < 1:
         raise ValueError(f"--samples is {samples}; it must be at least 1")
@@ -128,12 +121,12 @@ def _completions(llm: "LLM", prompt_ids: list[list[int]], training: GRPOConfig) 
 def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int]], dict[str, int]]:
     """Read the first ``samples`` texts (None: up to 256) -> (rows of token ids, counts).
 
-    A line's "input_ids" are its tokens; ``tokenizer`` makes them where that key is missing. Empty texts are dropped,
-    and the others cut to 2048 tokens. The counts are ``texts`` and ``tokens`` in the rows, lines in the file (``of``),
-    the limit (``longest``) and the number of ``cut`` texts.
+    A line's "input_ids" are its tokens, or else ``tokenizer``'s. Empty texts are dropped, others cut to 2048 tokens.
+    The counts are ``texts`` and ``tokens`` in the rows, lines in the file (``of``), the limit (``longest``) and the
+    ``cut`` texts.
 
-    Raise ValueError, naming file and line, if a line holds no text, or "input_ids" that are not the tokens of its text.
-    Also raise it if the file has fewer texts than ``samples``, or only empty ones.
+    Raise ValueError, naming file and line, for a line without a text, or with "input_ids" of another, and for too few
+    texts.
     """
     total = sum(1 for _ in numbered(path))
     if samples is not None and samples > total:

@@ -42,13 +42,10 @@ def export(
 ) -> Path:
     """Write the adapter folder ``adapter`` to ``destination``, whole or not at all, and return the destination.
 
-    ``base`` is the base's present folder or model id; by default the one that the adapter was trained on. ``merge``
-    writes base, adapter and trained norms as one BF16 checkpoint, one tensor at a time; norms are rounded to BF16.
-    ``name`` is the adapter's name in the card's commands, ``policy`` by default; a merged checkpoint has none.
-
-    Raise ValueError for an adapter that is damaged, names no base, does not fit the base or belongs to another one.
-    Raise it also for ``merge`` of an adapter trained on NF4, or with a ``name``. Raise FileExistsError for a
-    destination that is not empty, unless ``overwrite``.
+    ``base`` is the base's present folder or model id, by default the one trained on. ``merge`` writes base, adapter and
+    trained norms as one BF16 checkpoint, one tensor at a time. ``name`` is the adapter's in the card's commands. Raise
+    ValueError for an adapter that is damaged, or not of this base, and for ``merge`` of NF4 or with a ``name``. Raise
+    FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     if merge and name is not None:
         raise ValueError(

@@ -100,27 +100,19 @@ def quantize_checkpoint(
 ) -> QuantizeReport:
     """Write the NVFP4 checkpoint of ``source``, which stock vLLM loads too (compressed-tensors nvfp4-pack-quantized).
 
-    ``source`` is a folder or a model id of the hub. FP16 and FP32 weights are rounded to BF16 first. A source with
-    NVFP4 weights in another form (ModelOpt, W4A4, mixed with FP8) is rewritten with the same codes and scales. Its FP8
-    layers become BF16, and the report has no errors.
+    ``source`` is a folder or a model id of the hub, whose FP16 and FP32 weights are rounded to BF16 first. One with
+    NVFP4 weights in another form (ModelOpt, W4A4, mixed with FP8) is rewritten with the same codes and scales, its FP8
+    layers in BF16. ``method``: ``rtn`` rounds to nearest; ``gptq`` and ``awq`` run llmcompressor on the first
+    ``calibration_samples`` (256) texts of ``calibration``, JSON lines with a key "text" and perhaps "input_ids", each
+    up to 2048 tokens. ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only).
+    ``device`` is ``cpu``, ``cuda`` or ``cuda:N``, by default a GPU for gptq and awq alone. ``ignore`` has module names
+    or ``re:`` patterns to keep in BF16, beside embeddings, norms, output head, routers and ``families.KEPT``. ``quiet``
+    prints no table.
 
-    ``method``: ``rtn`` rounds to nearest; ``gptq`` and ``awq`` run llmcompressor on the texts of ``calibration``. These
-    are JSON lines with a key "text" and, if known, its tokens as "input_ids". The first ``calibration_samples`` texts
-    are used (256 by default), each up to 2048 tokens; the report counts them.
-
-    ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only).
-
-    ``device``: ``cpu``, ``cuda`` or ``cuda:N``. By default it is the CPU, but a GPU for gptq and awq if there is one.
-
-    ``ignore``: module names or ``re:`` patterns to keep in BF16. Embeddings, norms, output head, routers and the
-    layers in ``families.KEPT`` always stay in BF16.
-
-    ``quiet`` prints no table. Return the report with the error of each layer (awq has none), which is also written to
-    quantize_report.json. Options, names and shapes are checked before anything is written, and the destination appears
-    only when it is complete. Warn if qerl_nvfp4 refuses the model's family.
-
-    Raise CheckpointError (a ValueError) for a source that cannot be quantized, and ValueError for options that do not
-    fit. Raise OSError if the destination cannot be written, and RuntimeError if llmcompressor fails.
+    Return the report with the error of each layer (awq has none), also written to quantize_report.json. The destination
+    appears only when it is complete. Warn if qerl_nvfp4 refuses the model's family. Raise CheckpointError (a
+    ValueError) for a source that cannot be quantized, ValueError for options that do not fit, OSError if the
+    destination cannot be written, and RuntimeError if llmcompressor fails.
     """
     if device is None:
         device = "cuda" if method != "rtn" and torch.cuda.is_available() else "cpu"
@@ -129,6 +121,9 @@ def quantize_checkpoint(
     if target == folder.resolve() or folder.resolve() in target.parents or target in folder.resolve().parents:
         raise CheckpointError(f"destination {target} and source {folder} overlap; name another destination")
     report = inspect_folder(folder, weight_only=True)
+    if reason := never_compared(report.config.get("model_type")):
+        refused = f"{folder}: `--quantization qerl_nvfp4` will refuse what is written: {reason}"
+        warnings.warn(refused, stacklevel=2)
     if report.scheme is not None:
         if not report.scheme.extras:
             raise CheckpointError(f"{folder}: is an NVFP4 checkpoint already; start from the BF16 checkpoint")
@@ -138,12 +133,12 @@ def quantize_checkpoint(
                 f"{options[0]}: {folder} has NVFP4 weights already, which are written as they are; leave it out, or "
                 "start from the BF16 checkpoint"
             )
-        _warn_of_family(report)
+        return _take_over(report, str(source), target, overwrite)
         return _take_over(report, str(source), target, overwrite)
     plan = make_plan(report, ignore)
     if not plan.linears:
         raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")
-    _warn_of_family(report)
+    rows: list[list[int]] = []
     rows: list[list[int]] = []
     counts = None
     if method != "rtn":
@@ -173,13 +168,6 @@ def quantize_checkpoint(
     if not quiet:
         result.print()
     return result
-
-
-def _warn_of_family(report: CheckpointReport) -> None:
-    if reason := never_compared(report.config.get("model_type")):
-        warnings.warn(
-            f"{report.folder}: `--quantization qerl_nvfp4` will refuse what is written: {reason}", stacklevel=3
-        )
 
 
 def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: bool) -> QuantizeReport:

@@ -35,9 +35,9 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def write_text_model(source: str | Path, destination: str | Path, *, overwrite: bool = False) -> Path:
     """Write the language model of ``source``, a folder or a model id, to ``destination``, and return the destination.
 
-    Raise CheckpointError for a checkpoint that is damaged, of a family that is not in ``families.LANGUAGE_MODELS``, or
-    quantized other than to NVFP4 weights alone. Raise it also if its tensors are not those of transformers' text model.
-    Raise FileExistsError for a destination that is not empty, unless ``overwrite``.
+    Raise CheckpointError for a checkpoint that is damaged, of an unknown family, quantized other than to NVFP4 weights
+    alone, or with other tensors than transformers' text model. Raise FileExistsError for a destination that is not
+    empty, unless ``overwrite``.
     """
     folder, target = local_folder(source), Path(destination)
     report = inspect_folder(folder)

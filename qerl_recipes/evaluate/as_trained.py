@@ -115,10 +115,9 @@ def warmer_or_colder(sampling: Sampling, recipe: Mapping[str, Any]) -> list[str]
 def differences(
     evaluation: Mapping[str, Any], state: Mapping[str, Any], template: str | None
 ) -> list[tuple[str, str, str]]:
-    """Return (name, value in the evaluation, value in training) for each setting that differs.
+    """Return (name, value in the evaluation, value in training) for each setting that differs and both record.
 
-    ``evaluation`` is the content of evaluation.json. ``state`` is the content of qerl_state.json, empty if there is
-    none, and ``template`` is the chat template saved beside it. Settings that no file records are not compared.
+    ``evaluation`` and ``state`` are the contents of evaluation.json and qerl_state.json, ``template`` the saved one.
     """
     recipe, sampling = state.get("recipe") or {}, evaluation.get("sampling") or {}
     base, its_base = evaluation.get("base"), state.get("base")
@@ -166,11 +165,10 @@ def shown(value: Any) -> str:
 
 
 def command(run: str | Path, state: Mapping[str, Any]) -> str:
-    """Return the shell command that evaluates the run in the folder ``run``.
+    """Return the shell command that evaluates the run in the folder ``run``, whose qerl_state.json is ``state``.
 
-    ``state`` is the content of its qerl_state.json. The task tests what the run's data set teaches; if none is known,
-    the word TASKS stands in its place. The problems that the run has left in its folder are known, too. Where a run
-    with tools or environments has left none, the word PROBLEMS.jsonl stands for them.
+    The task tests what the run's data set teaches. Where none is known, or a run with tools left no problems, the words
+    TASKS and PROBLEMS.jsonl stand for them.
     """
     recipe = state.get("recipe") or {}
     words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]

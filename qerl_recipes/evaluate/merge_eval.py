@@ -24,10 +24,9 @@ PROMPTS = ("system_prompt", "use_chat_template", "chat_template", "chat_template
 
 @dataclass(frozen=True)
 class PolicyAccuracy:
-    """The accuracy of one policy with its 95 % interval.
+    """The accuracy of one policy with its 95 % interval, and the share of answers that ended by themselves.
 
-    ``ended`` is the share of answers that ended by themselves. ``survives`` is the policy's gain over the base, divided
-    by the adapter's gain. It is None for base and adapter, and if the adapter has gained nothing.
+    ``survives`` is a merged policy's gain over the base, divided by the adapter's gain if there is one.
     """
 
     policy: str
@@ -48,9 +47,9 @@ def measure(
 ) -> list[PolicyAccuracy]:
     """Evaluate the four policies, print a table and write ``merged/survival.json``.
 
-    Returns base, adapter, merged in BF16 and merged in NVFP4, in this order. ``base`` says where the adapter's base is
-    now; by default it is the one named in the adapter folder. ``options`` are those of ``evaluate``. Options left open
-    are as in the adapter's training, for the merged checkpoint too. Raises ValueError as ``evaluate`` does.
+    Returns base, adapter, merged in BF16 and merged in NVFP4. ``base`` is where the adapter's is now. ``options`` are
+    those of ``evaluate``; what they leave open is as in training, for the merged checkpoint too. Raises as
+    ``evaluate``.
     """
     folder, base_path = Path(merged), str(base or open_adapter(adapter).base)
     options = {"max_samples": max_samples, "quiet": True, **options}

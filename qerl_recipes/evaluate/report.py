@@ -82,16 +82,10 @@ EDGE = 5  # steps averaged for "first" and "last"
 def write(folder: str | Path) -> Path:
     """Write ``folder/report.html`` from the metrics and evaluations in the folder, and return its path.
 
-    These files are read; each may be missing, but not both of the first two:
-
-    * ``metrics.jsonl``, with one JSON object per training step or evaluation.
-    * ``evaluation.json``, in the folder, in ``evaluation/`` or in ``evaluation/NAME/``, where a study writes it. The
-      newest one counts.
-    * ``qerl_state.json``, ``adapter_config.json`` and ``chat_template.jinja``, in the folder or in ``adapter/``. They
-      give the settings.
-
-    Raises ValueError if the folder does not exist or holds nothing to show, or if a file in it is damaged. An earlier
-    page stays until the new one is complete.
+    It reads ``metrics.jsonl`` and the newest ``evaluation.json``, in the folder, in ``evaluation/`` or in
+    ``evaluation/NAME/``, of which one may be missing. ``qerl_state.json``, ``adapter_config.json`` and
+    ``chat_template.jinja``, in the folder or in ``adapter/``, give the settings. Raises ValueError for a folder with
+    nothing to show, or a damaged file. An earlier page stays until the new one is complete.
     """
     folder = Path(folder)
     how_to_train = HOW_TO_TRAIN.format(folder=folder)

@@ -56,9 +56,9 @@ ONE_OR_MORE, SHARE = Field(ge=1), Field(gt=0, le=1)
 class Sampling(BaseModel):
     """Describe how problems are prompted and how answers are sampled.
 
-    None leaves a choice open: the adapter's training settings fill it first, then each task or engine decides.
-    ``chat_template_kwargs`` are passed to the template, ``generation_kwargs`` are further fields of vLLM's
-    SamplingParams, by name; {} sets none. Raises ValueError for an unknown option and for a value of another type.
+    None leaves a choice open: the adapter's training settings fill it first, then each task or engine.
+    ``generation_kwargs`` are further fields of vLLM's SamplingParams; {} sets none. Raises ValueError for an unknown
+    option.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -184,9 +184,8 @@ class Evaluation(Sampling):
     def checked(self) -> "Evaluation":
         """Return this evaluation with the text of its chat template.
 
-        Raises ValueError for an unknown task, and for options that would be ignored. At temperature 0, top_p below 1
-        and several samples have no effect, nor has a seed unless environments start by it. Without a chat template, the
-        template and its options have none. ``generation_kwargs`` must not repeat what other options set.
+        Raises ValueError for an unknown task, and for options that would be ignored: at temperature 0 top_p, several
+        samples and, unless environments start by it, a seed; without a chat template its options.
         """
         check_tasks(self.tasks, self.num_fewshot)
         template = None if self.chat_template is None else template_text(self.chat_template)

@@ -125,11 +125,10 @@ def evaluate(base: str, adapter: str | Path | None, tasks: str | Sequence[str], 
 
 
 def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Run several evaluations and return their results.
+    """Run several evaluations and return their results, each of which is written as soon as it is known.
 
-    Neighbouring evaluations with an adapter share an engine if their engine settings are equal. This does not change
-    the answers, since every change of policy empties the prefix cache. Each result is written as soon as it is known.
-    Unusable settings of any evaluation raise ValueError before the first engine starts.
+    Neighbours with an adapter share an engine if their settings are equal; every change of policy empties the prefix
+    cache. Raises ValueError for unusable settings before the first engine starts.
     """
     settled = [settle(one) for one in evaluations]
     for one in settled:
@@ -174,9 +173,8 @@ def _prepared(one: Settled) -> "list[Task]":
 def settle(evaluation: Evaluation) -> Settled:
     """Resolve the open choices of an evaluation, before vLLM is imported.
 
-    Raises ValueError as ``Evaluation.checked`` does, for a missing or damaged checkpoint or adapter, and if lighteval
-    or vLLM is not installed. An adapter is also refused if it is not finite, belongs to another base, or cannot be
-    served.
+    Raises ValueError as ``Evaluation.checked`` does, for a missing or damaged checkpoint or adapter, for one that
+    cannot be served on this base, and if lighteval or vLLM is not installed.
     """
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
