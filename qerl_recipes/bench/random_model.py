@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qerl_recipes.convert.quantize import quantization_config
-from qerl_recipes.files.whole_folder import lock
+from qerl_recipes.files.whole_folder import locked
 from qerl_recipes.machine.environment import runs_on_cuda
 from qerl_recipes.model.shared import ARM
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
@@ -55,13 +55,10 @@ def start(
         if experts(config) and options.get("quantization") == ARM:
             folder, defaults["load_format"] = Path(scratch or own, "packed"), "auto"
             folder.mkdir(parents=True, exist_ok=True)
-            handle = lock(folder, wait=True)  # arms may start at the same time
-            try:
+            with locked(folder):  # arms may start at the same time
                 if not (folder / CONFIG).is_file():
                     write(folder, config, packed=True, seed=0, device="cuda" if torch.cuda.is_available() else "cpu")
                     torch.cuda.empty_cache()
-            finally:
-                os.close(handle)
         else:
             (folder / CONFIG).write_text(json.dumps(config))
         return LLM(

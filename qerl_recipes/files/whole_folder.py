@@ -13,7 +13,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -32,11 +32,12 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
     destination.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{destination.name}.partial-"
     for leftover in destination.parent.glob(f"{prefix}*"):
-        _remove_if_dead(leftover, destination)
+        busy = BlockingIOError(f"{destination}: another process is writing it ({leftover}); wait for it")
+        with suppress(FileNotFoundError), locked(leftover, busy):  # its writer may finish just now
+            shutil.rmtree(leftover)
     partial = destination.parent / (prefix + secrets.token_hex(4))
     partial.mkdir()
-    handle = lock(partial)
-    try:
+    with locked(partial):
         try:
             yield partial
             # os.umask would change it, for other threads too
@@ -50,8 +51,6 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
         finally:
             shutil.rmtree(partial, ignore_errors=True)  # a failed attempt, or the folder that was replaced
         _flush(destination.parent)
-    finally:
-        os.close(handle)
 
 
 def write_text(file: str | Path, text: str) -> None:
@@ -75,15 +74,18 @@ def write_bytes(file: str | Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def lock(folder: Path, *, wait: bool = False) -> int:
-    """Lock a folder until the returned descriptor is closed; raise BlockingIOError if it is, unless ``wait``."""
+@contextmanager
+def locked(folder: Path, refusal: Exception | None = None) -> Iterator[None]:
+    """Lock a folder during the block. While another has it, raise ``refusal``; without one, wait."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
+        except BlockingIOError as error:
+            raise refusal or error from error
+        yield
+    finally:
         os.close(handle)
-        raise
-    return handle
 
 
 def _check_replaceable(destination: Path, overwrite: bool, proof: str) -> None:
@@ -95,16 +97,6 @@ def _check_replaceable(destination: Path, overwrite: bool, proof: str) -> None:
         raise FileExistsError(f"{destination}: exists and is not empty; name another destination, or pass --overwrite")
     if not (destination / proof).is_file():
         raise FileExistsError(f"{destination}: holds no {proof}, so it is not overwritten; name another destination")
-
-
-def _remove_if_dead(leftover: Path, destination: Path) -> None:
-    try:
-        os.close(lock(leftover))
-    except FileNotFoundError:
-        return  # its writer finished just now
-    except BlockingIOError as error:
-        raise BlockingIOError(f"{destination}: another process is writing it ({leftover}); wait for it") from error
-    shutil.rmtree(leftover)
 
 
 def _move(partial: Path, destination: Path) -> None:

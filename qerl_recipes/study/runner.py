@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.files.metrics_file import FILE
-from qerl_recipes.files.whole_folder import lock, write_text
+from qerl_recipes.files.whole_folder import locked, write_text
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.gpu import installed_gpu, visible_names
 from qerl_recipes.recipe.file import flags
@@ -66,11 +66,8 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     environment = _environment(jobs)  # before torch and what it imports have added to it
     check(study)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        handle = lock(folder)
-    except BlockingIOError as error:
-        raise StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder") from error
-    try:
+    busy = StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder")
+    with locked(folder, busy):
         _claim(study, folder)
         if table is not None:
             keep(study, table, folder)
@@ -83,8 +80,6 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         machine = Machine("CPU" if gpu is None else gpu.name, environment, share)
         with _ends_in_order(machine, minutes):
             failed = finish_all(study, folder, jobs, machine)
-    finally:
-        os.close(handle)
     if failed:
         more = [f"and {len(failed) - MOST} more, whose reasons stand above"] if len(failed) > MOST else []
         raise RunsFailedError("; ".join([*failed[:MOST], *more]))
@@ -360,8 +355,8 @@ def _wait_for_the_last(folder: Path, machine: Machine) -> None:
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until and not machine.stopping.is_set():
         try:
-            os.close(lock(folder))
-            return
+            with locked(folder, BlockingIOError()):
+                return
         except BlockingIOError:
             time.sleep(0.2)
 

@@ -124,7 +124,7 @@ def _print_next_commands(output_dir: Path, held_out: "Dataset | None") -> None:
 @contextlib.contextmanager
 def _locked_output_dir(training: "GRPOConfig") -> Iterator[None]:
     """Lock the run's output_dir, if this is its first process; raise ConfigError if another run holds it."""
-    from qerl_recipes.files.whole_folder import lock
+    from qerl_recipes.files.whole_folder import locked
     from qerl_recipes.recipe.file import ConfigError
 
     if training.process_index > 0:
@@ -133,16 +133,12 @@ def _locked_output_dir(training: "GRPOConfig") -> Iterator[None]:
     folder = Path(training.output_dir)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        handle = lock(folder)
-    except BlockingIOError as error:
-        raise ConfigError(f"output_dir {folder}: another training writes there; name another one") from error
-    try:
-        yield
-    finally:
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
-        os.close(handle)
+    with locked(folder, ConfigError(f"output_dir {folder}: another training writes there; name another one")):
+        try:
+            yield
+        finally:
+            if is_new and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def build(run: "Preflight", times: "StartTimes | None" = None) -> "QerlGRPOTrainer":

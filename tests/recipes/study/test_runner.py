@@ -21,7 +21,7 @@ from waiting import PATIENCE, until
 
 import qerl_recipes.evaluate
 from qerl_recipes.cli import app
-from qerl_recipes.files.whole_folder import lock, write_text
+from qerl_recipes.files.whole_folder import locked, write_text
 from qerl_recipes.study import inventory, runner
 from qerl_recipes.study.inventory import all_runs, read_table
 from qerl_recipes.study.plan import StudyError, first_runs, read
@@ -358,10 +358,8 @@ def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
 
 def test_two_studies_never_work_in_one_folder(study, claimed, tmp_path):
     plan = read(study(sweep=None, seeds=[0]))
-    handle = lock(claimed(plan, tmp_path / "out"))
-    with pytest.raises(StudyError, match="another `qerl study` is at work in"):
+    with locked(claimed(plan, tmp_path / "out")), pytest.raises(StudyError, match="another `qerl study` is at work in"):
         runner.run(plan, tmp_path / "out")
-    os.close(handle)
 
 
 @pytest.mark.slow
