@@ -6,34 +6,18 @@ new block scales. A merge rounds every weight once more; when rounded to 4 bits,
 """
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from qerl_recipes.evaluate.figures import ended_share
 from qerl_recipes.evaluate.run import evaluate
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.files.whole_folder import write_text
 
 RESULT = "survival.json"
 PROMPTS = ("system_prompt", "use_chat_template", "chat_template", "chat_template_kwargs", "generation_kwargs")
-
-
-@dataclass(frozen=True)
-class PolicyAccuracy:
-    """The accuracy of one policy with its 95 % interval, and the share of answers that ended by themselves.
-
-    ``survives`` is a merged policy's gain over the base, divided by the adapter's gain if there is one.
-    """
-
-    policy: str
-    accuracy: float
-    ci95: list[float]
-    ended: float | None
-    survives: float | None = None
 
 
 def measure(
@@ -44,12 +28,12 @@ def measure(
     base: str | None = None,
     max_samples: int | None = None,
     **options: Any,
-) -> list[PolicyAccuracy]:
+) -> None:
     """Evaluate the four policies, print a table and write ``merged/survival.json``.
 
-    Returns base, adapter, merged in BF16 and merged in NVFP4. ``base`` is where the adapter's is now. ``options`` are
-    those of ``evaluate``; what they leave open is as in training, for the merged checkpoint too. Raises as
-    ``evaluate``.
+    Of a merged policy the record says which share of the adapter's gain over the base ``survives``; None without one.
+    ``base`` is where the adapter's is now. ``options`` are those of ``evaluate``; what they leave open is as in
+    training, for the merged checkpoint too. Raises as ``evaluate``.
     """
     folder, base_path = Path(merged), str(base or open_adapter(adapter).base)
     options = {"max_samples": max_samples, "quiet": True, **options}
@@ -58,33 +42,28 @@ def measure(
     options |= {key: unmerged["sampling"][key] for key in PROMPTS}
     options |= {key: unmerged[key] for key in ("max_model_length", "dtype")}
     options["max_new_tokens"] = unmerged["max_new_tokens"][task]
-    policies = [_accuracy(label, unmerged["tasks"][task][label]) for label in ("base", "adapter")]
-    start, gain = policies[0].accuracy, policies[1].accuracy - policies[0].accuracy
+    of = unmerged["tasks"][task]
+    start, gain = of["base"]["accuracy"], of["adapter"]["accuracy"] - of["base"]["accuracy"]
+    policies: list[dict[str, Any]] = [
+        {"policy": label, **_judged(of[label]), "survives": None} for label in ("base", "adapter")
+    ]
     for arm, name in (("bf16", "merged, BF16"), ("qerl_nvfp4", "merged, NVFP4 again")):
         place = {"output_dir": folder / "survival" / arm, "quantization": arm}
         figures = evaluate(str(folder), None, [task], **place, **options)["tasks"][task]["base"]
-        policies.append(_accuracy(name, figures, (figures["accuracy"] - start) / gain if gain > 0 else None))
-    record = {"task": task, "n": unmerged["tasks"][task]["base"]["n"], "arm": unmerged["quantization"]}
-    content = {**record, "policies": [asdict(policy) for policy in policies]}
-    write_text(folder / RESULT, json.dumps(content, indent=2) + "\n")
-    Console().print(_table(policies, f"{task}, {record['n']} problems; base and adapter in {record['arm']}"))
-    return policies
-
-
-def _accuracy(name: str, figures: dict[str, Any], survives: float | None = None) -> PolicyAccuracy:
-    return PolicyAccuracy(name, figures["accuracy"], figures["ci95"], ended_share(figures), survives)
-
-
-def _table(policies: list[PolicyAccuracy], title: str) -> Table:
-    """Return the four policies as a table for the terminal."""
-    view = Table(title=title, title_justify="left")
+        survives = (figures["accuracy"] - start) / gain if gain > 0 else None
+        policies.append({"policy": name, **_judged(figures), "survives": survives})
+    record = {"task": task, "n": of["base"]["n"], "arm": unmerged["quantization"], "policies": policies}
+    write_text(folder / RESULT, json.dumps(record, indent=2) + "\n")
+    view = Table(title=f"{task}, {record['n']} problems; base and adapter in {record['arm']}", title_justify="left")
     view.add_column("policy")
     for column in ("accuracy", "95 % interval", "ended", "of the adapter's gain"):
         view.add_column(column, justify="right", overflow="fold")
     for policy in policies:
-        low, high = policy.ci95
-        is_merged = policy.policy not in ("base", "adapter")
-        survives = "" if not is_merged else "no gain" if policy.survives is None else f"{policy.survives:.0%}"
-        ended = "" if policy.ended is None else f"{policy.ended:.0%}"
-        view.add_row(policy.policy, f"{policy.accuracy:.1%}", f"{low:.1%} to {high:.1%}", ended, survives)
-    return view
+        name, share, (low, high), ended, survives = policy.values()
+        kept = "" if name in of else "no gain" if survives is None else f"{survives:.0%}"
+        view.add_row(name, f"{share:.1%}", f"{low:.1%} to {high:.1%}", f"{ended:.0%}", kept)
+    Console().print(view)
+
+
+def _judged(figures: dict[str, Any]) -> dict[str, Any]:
+    return {key: figures[key] for key in ("accuracy", "ci95", "ended")}
