@@ -134,11 +134,9 @@ def quantize_checkpoint(
                 "start from the BF16 checkpoint"
             )
         return _take_over(report, str(source), target, overwrite)
-        return _take_over(report, str(source), target, overwrite)
     plan = make_plan(report, ignore)
     if not plan.linears:
         raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")
-    rows: list[list[int]] = []
     rows: list[list[int]] = []
     counts = None
     if method != "rtn":
