@@ -310,7 +310,7 @@ def help_text(parser: RecipeParser) -> str:
         add_help=False,
         formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=34),
     )
-    owners = {}
+    owners: dict[str, str] = {}
     for dataclass in parser.dataclass_types:
         theirs = {field.name for field in dataclasses.fields(dataclass.__base__)}  # QeRL's keys are those that we add
         names = (field.name for field in dataclasses.fields(dataclass))

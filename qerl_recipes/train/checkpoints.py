@@ -226,8 +226,9 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
 
 
 # with several processes transformers loads the optimizer to each one's device; torch does not know the CPU as "cpu:0"
-on_a_cpu = (lambda storage: None), lambda storage, location: storage if location.startswith("cpu:") else None
-torch.serialization.register_package(15, *on_a_cpu)
+torch.serialization.register_package(
+    15, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
 
 
 @contextlib.contextmanager
