@@ -155,7 +155,8 @@ def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskCo
         return None, config, lambda doc, text: bool(metric.compute(doc, _without_reasoning(text))), _mathematics
     if name == "running_sum":
         rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in running_sum.held_out()]
-        return rows, _local(name, running_sum.LONGEST_COMPLETION), _running_sum_judge, running_sum.answer_of
+        task, answer = _local(name, running_sum.LONGEST_COMPLETION), running_sum.answer_of
+        return rows, task, lambda doc, text: answer(text) == doc.get_golds()[0], answer
     kind, _, path = name.partition(":")
     judge, vote = {
         MATH: (_math_judge(), _mathematics),
@@ -221,10 +222,6 @@ def _accuracy_judge(doc: Doc, text: str) -> bool:
 def _number_judge(doc: Doc, text: str) -> bool:
     wanted = last_number(doc.get_golds()[0])
     return wanted is not None and wanted == last_number(text)
-
-
-def _running_sum_judge(doc: Doc, text: str) -> bool:
-    return running_sum.answer_of(text) == doc.get_golds()[0]
 
 
 def _text(text: str) -> str | None:

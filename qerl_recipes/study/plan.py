@@ -220,10 +220,6 @@ class Study(_Strict):
         """Return those keys, without the ones that the study sets itself."""
         return {name: value for name, value in self.settled(keys).items() if name not in OWN_KEYS}
 
-    def judges_base(self, run: "Run") -> bool:
-        """Return True if a run's evaluations judge its base too."""
-        return run.kind != "sweep" and run.seed == self.seeds[0]
-
 
 class Run(_Strict):
     """Describe one training with its evaluations: ``keys`` over the recipe's; ``kind`` says what it is for."""

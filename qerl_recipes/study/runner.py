@@ -343,7 +343,7 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
             "base": recipe["model_name_or_path"],
             "adapter": str(folder / "adapter"),
             "quantization": recipe.get("quantization", "qerl_nvfp4"),
-            "adapter_only": not study.judges_base(one),
+            "adapter_only": one.kind == "sweep" or one.seed != study.seeds[0],
             "output_dir": str(folder / "evaluation" / name),
         }
         missing.append({**settings, **options})
