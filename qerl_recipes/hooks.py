@@ -161,10 +161,7 @@ def get_plugin_manager() -> pluggy.PluginManager:
 
 
 def collect(hook: str, manager: pluggy.PluginManager | None = None) -> dict[str, Any]:
-    """Return all that the plugins offer through one hook, by name.
-
-    Raise ValueError, naming both plugins, if two use the same name; also if a plugin returns anything but a mapping.
-    """
+    """Return what plugins offer through one hook, by name; raise ValueError for a name used twice, or no mapping."""
     manager = manager or get_plugin_manager()
     offers: dict[str, Any] = {}
     owner: dict[str, str] = {}

@@ -73,10 +73,7 @@ def start(
 def adapter(
     config: Mapping[str, Any], rank: int, *, std: float = 0.01, seed: int | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a random PEFT adapter on all linears, or on a mixture's attention, as (tensors, config).
-
-    With ``seed`` it is the same on every call; without, torch's own generator goes on.
-    """
+    """Return (tensors, config) of a random PEFT adapter, of a mixture on attention alone; the same for one ``seed``."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     weights = {name.removesuffix(".weight"): e.shape for name, e in _present(config).items() if e.linear}
     weights = {name: shape for name, shape in weights.items() if ".experts." not in name}

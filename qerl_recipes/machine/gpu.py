@@ -45,10 +45,7 @@ def this_gpu() -> Gpu | None:
 
 
 def installed_gpu() -> Gpu | None:
-    """Return the first GPU that torch will see, or None, by nvidia-smi, which takes no GPU memory.
-
-    Raises OSError or SubprocessError as ``ask_driver``.
-    """
+    """Return the first GPU that torch will see, or None, by nvidia-smi, which takes no memory of it."""
     if not runs_on_cuda(os.environ):
         return None
     name, driver, memory, capability = ask_driver("name,driver_version,memory.total,compute_cap")

@@ -187,10 +187,7 @@ class FrozenNVFP4Experts(torch.nn.Module):
             self.register_buffer(f"{name}_tensor_scales", 1.0 / packed.divisors.float())
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Map ``x: (T, H)`` to (T, H), with ``chosen: (T, k)`` expert indices and ``weights: (T, k)``.
-
-        The result has the autocast dtype if autocast is on.
-        """
+        """Map ``x: (T, H)`` to (T, H), in autocast's dtype if it is on; ``chosen`` experts and ``weights``: (T, k)."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         experts, order = chosen.reshape(-1).sort(stable=True)

@@ -91,10 +91,7 @@ def pack(
 
 
 def _trees(group: list[int], prompts: list[int], completions: list[int], pack_tokens: int) -> list[_Tree]:
-    """Split the rows of one prompt into trees of at most ``pack_tokens`` tokens, the longest rows first.
-
-    A row that is longer by itself makes a tree of its own.
-    """
+    """Split the rows of one prompt into trees of at most ``pack_tokens``, longest first; a longer row has its own."""
     trees: list[_Tree] = []
     for row in sorted(group, key=lambda row: -completions[row]):
         if trees and trees[-1].size + completions[row] <= pack_tokens:

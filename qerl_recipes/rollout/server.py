@@ -225,10 +225,7 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class CompletionsClient:
-    """Request completions, all with vLLM's sampling ``parameters``, from a server behind a ``login``'s proxy.
-
-    ``timeout``, in seconds, limits connecting alone.
-    """
+    """Request completions from a server behind a ``login``'s proxy; ``timeout`` (seconds) limits connecting alone."""
 
     def __init__(
         self, url: str, api_key: str | None, parameters: Mapping[str, Any], timeout: float, login: Login | None = None

@@ -61,19 +61,13 @@ def written(value: Any) -> str:
 
 
 def is_exactly(text: str, answer: str) -> bool:
-    """Return True if ``text`` gives ``answer`` letter for letter: as its last block, the last box in it, or all of it.
-
-    The reward ``exact_answer`` and the evaluation ``jsonl-exact:`` both use this rule.
-    """
+    """Return True if ``text`` gives ``answer`` letter for letter: as its last block, the last box there, or all."""
     extracted = answer_in(text)
     return answer.strip() in (text.strip() if extracted is None else extracted, answer_block(text))
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number (its thousands may have commas) or fraction (to 28 digits) in a text, or None.
-
-    The reward ``last_number`` and the evaluation ``jsonl-number:`` both use this rule.
-    """
+    """Return the last number (its thousands may have commas) or fraction (to 28 digits) in a text, or None."""
     matches = list(NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
     if not matches:
         return None

@@ -44,15 +44,12 @@ class Templates(Protocol):
 
 @dataclass(frozen=True)
 class Interaction:
-    """Hold what completions interact with: ``environments`` makes instances by name, None for the only one.
-
-    ``lacks_some`` says that an environment of the recipe could not be made.
-    """
+    """Hold what completions interact with; ``environments`` makes instances by name, None for the only one."""
 
     tools: Sequence[Tool] = ()
     environments: "Mapping[str | None, Instances]" = field(default_factory=dict)
     rollout_func: Callable[..., Mapping[str, Any]] | None = None
-    lacks_some: bool = False
+    lacks_some: bool = False  # an environment of the recipe could not be made
 
     def arguments(self) -> dict[str, Any]:
         """Return the trainer's arguments of these names, without those that the recipe does not set."""

@@ -93,10 +93,7 @@ def of_environment(script: ScriptArguments, count: int) -> Dataset:
 def _keys(
     data: Dataset, script: ScriptArguments, part: str, may_be_empty: bool, rows: Sequence[int] | None = None
 ) -> list[str]:
-    """Return a text for each prompt that has any, equal where the prompts are.
-
-    Raises ConfigError, with its row in ``part``, for a prompt that is malformed, or empty where it must not be.
-    """
+    """Return a text for each prompt that has any; raise ConfigError for a malformed or wrongly empty one."""
     prompts = data["prompt"][:]
     for row, prompt in zip(rows or range(len(prompts)), prompts, strict=True):
         if (flaw := _flaw(prompt, script.system_prompt, may_be_empty)) is not None:

@@ -248,10 +248,7 @@ FACTORIES: dict[str, RewardFactory] = {
 
 
 def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFactory]) -> Reward:
-    """Return the reward of that name, of ``factories`` or by a dotted path (``my_package.my_reward``).
-
-    Raises ConfigError (a ValueError) for a name that nothing defines, and for settings that a reward refuses.
-    """
+    """Return the reward of that name or dotted path; raise ConfigError for none, and for settings that it refuses."""
     reward = factories[name](script) if name in factories else imported("reward_funcs", name, "rewards", factories)
     if not callable(reward):
         raise ConfigError(f"reward_funcs: {name} is not a function but {reward!r}")

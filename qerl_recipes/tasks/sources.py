@@ -37,10 +37,7 @@ Splits = tuple[Dataset, Dataset | None]  # the training problems, and the held-o
 
 
 def read_splits(name: str, config: str | None) -> DatasetDict:
-    """Return the splits of a file (``train`` alone), or of a folder or hub id in a ``config``, with CSV read as text.
-
-    Raises ConfigError if nothing can be read.
-    """
+    """Return the splits of a file (``train`` alone), folder or hub id, with CSV as text; raise ConfigError for none."""
     path = Path(name).expanduser()
     try:
         if path.is_file():
