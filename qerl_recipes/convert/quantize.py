@@ -124,9 +124,6 @@ def quantize_checkpoint(
     if target == folder.resolve() or folder.resolve() in target.parents or target in folder.resolve().parents:
         raise CheckpointError(f"destination {target} and source {folder} overlap; name another destination")
     report = inspect_folder(folder, weight_only=True)
-    if reason := never_compared(report.config.get("model_type")):
-        refused = f"{folder}: `--quantization qerl_nvfp4` will refuse what is written: {reason}"
-        warnings.warn(refused, stacklevel=2)
     if report.scheme is not None:
         if not report.scheme.extras:
             raise CheckpointError(f"{folder}: is an NVFP4 checkpoint already; start from the BF16 checkpoint")
@@ -136,10 +133,12 @@ def quantize_checkpoint(
                 f"{options[0]}: {folder} has NVFP4 weights already, which are written as they are; leave it out, or "
                 "start from the BF16 checkpoint"
             )
+        _warn_of_family(report)
         return _take_over(report, str(source), target, overwrite)
     plan = make_plan(report, ignore)
     if not plan.linears:
         raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")
+    _warn_of_family(report)
     rows: list[list[int]] = []
     counts = None
     if method != "rtn":
@@ -169,6 +168,13 @@ def quantize_checkpoint(
     if not quiet:
         result.print()
     return result
+
+
+def _warn_of_family(report: CheckpointReport) -> None:
+    if reason := never_compared(report.config.get("model_type")):
+        warnings.warn(
+            f"{report.folder}: `--quantization qerl_nvfp4` will refuse what is written: {reason}", stacklevel=3
+        )
 
 
 def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: bool) -> QuantizeReport:
