@@ -26,6 +26,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+from transformers.utils.chat_parsing.response_templates import load_response_template
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
@@ -172,7 +174,8 @@ def between_turns(answers: list[Message], tokenizer: PreTrainedTokenizerBase, op
     """Return the tokens that the chat template, with its ``options``, puts around ``answers`` between two turns."""
     # TRL has this as a method of its trainer, which reads nothing but these values of it
     kwargs = {name: value for name, value in options.items() if name != "chat_template"}
-    values: Any = SimpleNamespace(processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False)
+    of_ends = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)  # asked for each token, and slow to look up
+    values: Any = SimpleNamespace(processing_class=tokenizer, _tokenizer=of_ends, _is_vlm=False)
     values.chat_template, values.chat_template_kwargs = options.get("chat_template"), kwargs
     return GRPOTrainer._get_tool_suffix_ids(values, answers)  # type: ignore[no-any-return]
 
@@ -196,6 +199,7 @@ class Player:
     tool_seconds: float | None = None
     loop: asyncio.AbstractEventLoop | None = None
     _told: set[str] = field(default_factory=set, init=False)
+    _schemas: dict[Tool, Any] = field(default_factory=dict, init=False)
     _characters: int = field(init=False)
     _seconds: float = field(default=0.0, init=False)
 
@@ -211,7 +215,7 @@ class Player:
             nonlocal computed
             computed -= len(ended)
             for turn, (ids, logprobs) in ended:
-                tools = list(episodes[turn.place].tools.values())
+                tools = [self._schema(tool) for tool in episodes[turn.place].tools.values()]
                 message = parse_response(self.tokenizer, ids, prefix=turn.tokens, tools=tools)
                 episodes[turn.place].take(ids, logprobs, message)
             return following(turn.place for turn, _ in ended)
@@ -245,6 +249,13 @@ class Player:
             computed = len(first)
         self.engine.play(first, go_on, num_generations, profiler)
         return self._seconds
+
+    def _schema(self, tool: Tool) -> Any:
+        """Return what a call's arguments are cast by; instances of an environment share their methods'."""
+        function = getattr(tool, "__func__", tool)
+        if function not in self._schemas:
+            self._schemas[function] = get_json_schema(tool) if inspect.isroutine(tool) else tool
+        return self._schemas[function]
 
     def _continue(self, episode: Episode, answers: list[Answer]) -> int:
         """Add the tools' ``answers`` to an episode, if they fit; return how many tokens its next turn may have."""
@@ -349,14 +360,21 @@ async def _outcome(coroutine: Coroutine[Any, Any, Any], seconds: float | None) -
 
 
 def read_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let ``tokenizer`` raise ValueError for calls that are nested too deeply; TRL then takes them for plain text."""
+    """Let ``tokenizer`` raise ValueError for calls that are nested too deeply; TRL then takes them for plain text.
+
+    From now on it also reads its ``response_template`` once, and not for each text.
+    """
     if "parse_response" in vars(tokenizer):
         return  # it does so already
-    parse = tokenizer.parse_response
+    parse, known = tokenizer.parse_response, (None, None)
 
     def parsed(*given: Any, **named: Any) -> Any:
+        nonlocal known
+        template = getattr(tokenizer, "response_template", None)
+        if template is not known[0]:
+            known = template, load_response_template(template)
         try:
-            return parse(*given, **named)
+            return parse(*given, **{"schema": known[1], **named})
         except RecursionError as error:  # a thousand brackets, as a policy that repeats itself may write
             raise ValueError("nested too deeply") from error
 

@@ -90,6 +90,22 @@ def test_turns_go_on_until_nobody_calls():
     assert twice.table() == "1: 2 tokens; double(number=2) -> 4\n2: 2 tokens; double(number=3) -> 6\n3: 2 tokens"
 
 
+def test_what_a_turn_reads_of_tools_and_template_is_read_once(monkeypatch):
+    read = []
+
+    def noting(name, make):
+        return lambda given: read.append(name) or make(given)
+
+    for name in ("get_json_schema", "load_response_template"):
+        monkeypatch.setattr(episodes, name, noting(name, getattr(episodes, name)))
+    begun = [Episode(calling.ids("<user>1<assistant>"), {"double": calling.double}) for _ in range(2)]
+    said = [turn for turn in ("{double 4}<eos>", "{double 3}<eos>", "8<eos>") for _ in begun]
+    Player(Scripted(*said), calling.tokenizer(), {}, 48, 9).play(begun)
+    expected = "{double 4}<eos><tool>8<assistant>{double 3}<eos><tool>6<assistant>8<eos>"
+    assert [one.ids for one in begun] == [calling.ids(expected)] * 2
+    assert read == ["get_json_schema", "load_response_template"]
+
+
 @pytest.mark.parametrize(
     ("limits", "added", "is_cut"),
     [
