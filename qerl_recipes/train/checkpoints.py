@@ -127,6 +127,7 @@ class SavingTrainer(GRPOTrainer):
         """Write a PEFT adapter folder: fp32 LoRA tensors, config, trained norms if any, tokenizer and card."""
         folder, policy = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
         folder.mkdir(parents=True, exist_ok=True)
+        policy.peft_config[ADAPTER].base_model_name_or_path = self._run.base  # not the folder of a hub's copy
         policy.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
         trained = norms.trained_norms(norms.named_norms(policy))
         if trained is not None:

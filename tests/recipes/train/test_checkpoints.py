@@ -1,6 +1,7 @@
 """Test edge cases of writing to and reading from a run's folder; test_resume.py tests whole runs."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -23,9 +24,12 @@ from qerl_recipes.train.preflight import resume_point
 def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, make_nvfp4):
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 3}
     trainer = make_trainer(make_nvfp4("qwen2"), save_strategy="steps", save_steps=2, **settings)
+    trainer._run = dataclasses.replace(trainer._run, base="somebody/model")  # as a hub's model is named
     trainer.train()
     run = Path(trainer.args.output_dir)
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
+    config = json.loads((run / "checkpoint-3" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "somebody/model", "PEFT finds the base on other machines too"
     card = (run / "checkpoint-3" / "README.md").read_text()
     assert f"policy={run}/checkpoint-3" in card and ".partial" not in card, "its commands name where it lies"
     assert trainer._get_output_dir(None) == str(run), "what is saved next does not go into that checkpoint"
