@@ -58,13 +58,15 @@ def test_what_survives_is_a_share_of_the_gain_over_the_base(of_adapter, shares, 
         calls.append(options)
         of_base = {"bf16": 0.65, "qerl_nvfp4": 0.15}.get(options.get("quantization"), 0.25)
         accuracies = {"base": of_base, "adapter": of_adapter}
-        judged = {name: {"accuracy": share, "ci95": [0.0, 1.0], "n": 40} for name, share in accuracies.items()}
+        figures = {"ci95": [0.0, 1.0], "n": 40, "ended": 1.0}
+        judged = {name: {"accuracy": share, **figures} for name, share in accuracies.items()}
         more = {"sampling": prompts, "max_new_tokens": {"sums": 7}, "quantization": "the arm"}
         return {"tasks": {"sums": judged}, **settings, **more}
 
     monkeypatch.setattr(merge_eval, "evaluate", evaluate)
-    found = merge_eval.measure("adapter", tmp_path, "sums", base="base", max_samples=40, seed=3)
-    assert [policy.survives for policy in found[2:]] == pytest.approx(shares)
+    merge_eval.measure("adapter", tmp_path, "sums", base="base", max_samples=40, seed=3)
+    found = json.loads((tmp_path / merge_eval.RESULT).read_text())["policies"]
+    assert [policy["survives"] for policy in found[2:]] == pytest.approx(shares)
     asked = {**prompts, **settings, "max_new_tokens": 7, "max_samples": 40, "seed": 3}
     assert len(calls) == 3 and all(asked.items() <= of_merged.items() for of_merged in calls[1:])
 

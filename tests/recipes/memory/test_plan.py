@@ -220,26 +220,31 @@ def test_as_few_blocks_as_fit_leave_a_little_free(gigabytes: int) -> None:
 
 MEASURED = sorted((RECIPES.parent / "kernels/results").glob("train_*.json"))
 # Runs since one attention call takes all sequences; earlier runs kept its outputs twice.
-AT_ONCE = [f"train_{of}_NVIDIA_H200" for of in ("7B_80GB", "30B-A3B")]
+AT_ONCE = ["train_30B-A3B_NVIDIA_H200"]
 
 
 @pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.stem)
 def test_a_plan_is_what_a_run_took(file: Path) -> None:
     """Compare with the peak memory of each process in whole steps on a GPU.
 
-    All, some or none of the blocks are recomputed.
+    All, some or none of the blocks are recomputed. Where the plan chose the rows, it plans them full, and a run whose
+    prompts are shared takes less.
     """
     result = json.loads(file.read_text())
     config = shapes.config_json(result["shape"])
     gpu = Gpu(143_771 * 2**20, is_hopper=True)  # memory of an H200 as the driver reports it
     assert result["gpu"] == "NVIDIA H200"
     for arm, figures in result["arms"].items():
+        if arm == "trl_stock":  # is not planned
+            continue
         recipe = {**figures["recipe"], "output_dir": "unused", "use_cpu": True, "bf16": False}
         if "checkpointed_layers" not in recipe:  # the result uses the key's former name
             recipe.setdefault("recompute_layers", config["num_hidden_layers"])
         planned = make(*parse(flags(recipe)), gpu=gpu, config=config)
         measured = result["summary"][arm]["peak_gb"]["process"] * GB
-        if file.stem in AT_ONCE:
+        if "generation_batch_size" in recipe:
+            assert measured < 1.035 * planned.peak, arm
+        elif file.stem in AT_ONCE:
             assert planned.peak == pytest.approx(measured, rel=0.035), arm
         else:
             assert 0.945 * measured < planned.peak < 1.035 * measured, arm
