@@ -15,6 +15,15 @@ from qerl_recipes.train import (
     checkpoints as checkpoints,  # registers names such as cpu:0 with torch
 )
 
+PATH = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
+NOISY = {
+    "reward_funcs": ["digit_rewards.digits"],
+    "noise_mode": "both",
+    "sigma_start": 0.1,
+    "num_stages": 1,
+    "max_steps": 2,
+}
+
 
 def launch(recipe, *flags, processes=("--standalone", "--nproc_per_node", "2")):
     """Return the command that runs `qerl train` in two processes."""
@@ -34,11 +43,7 @@ def test_an_optimizer_is_loaded_to_the_cpu_of_a_process(tmp_path):
 @pytest.mark.integration
 def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_process, read_metrics, tmp_path):
     recipe = write_recipe(
-        reward_funcs=["digit_rewards.digits"],
-        noise_mode="both",
-        sigma_start=0.1,
-        num_stages=1,
-        max_steps=2,
+        **NOISY,
         per_device_train_batch_size=4,
         max_completion_length=8,
         vllm_max_model_length=32,
@@ -46,14 +51,13 @@ def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_proc
         save_strategy="steps",
         save_steps=1,
     )
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    run_process(launch(recipe), tmp_path / "log", **path)
+    run_process(launch(recipe), tmp_path / "log", **PATH)
     run = tmp_path / "run"
     whole = {name: (run / "adapter" / name).read_bytes() for name in ("adapter_model.safetensors", "tokenizer.json")}
     records = read_metrics(run)
     for name in ("adapter", "checkpoint-2"):
         shutil.rmtree(run / name)
-    run_process(launch(recipe, "--resume_from_checkpoint", "true"), tmp_path / "again", **path)
+    run_process(launch(recipe, "--resume_from_checkpoint", "true"), tmp_path / "again", **PATH)
     assert {name: (run / "adapter" / name).read_bytes() for name in whole} == whole
     assert read_metrics(run) == records and records[1]["grad_norm"] > 0
 
@@ -66,29 +70,24 @@ def test_promise_08_two_hosts_train_resume_and_save_as_one(
 ):
     """Check with two launchers that each start one process, as on two hosts with a common folder."""
     recipe = write_recipe(
-        reward_funcs=["digit_rewards.digits"],
-        noise_mode="both",
-        sigma_start=0.1,
-        num_stages=1,
-        max_steps=2,
+        **NOISY,
         per_device_train_batch_size=4,
         max_completion_length=8,
         save_strategy="steps",
         save_steps=1,
         log_completions=True,
     )
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
 
     def on_two_hosts(*flags):
         rendezvous = ("--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1")
         rendezvous += ("--master_port", str(hold_port()), "--node_rank")
         first, second = (launch(recipe, *flags, processes=(*rendezvous, rank)) for rank in "01")
-        other = start_process(second, tmp_path / "second.log", **path)
-        run_process(first, tmp_path / "first.log", **path)
+        other = start_process(second, tmp_path / "second.log", **PATH)
+        run_process(first, tmp_path / "first.log", **PATH)
         assert other.wait(PATIENCE) == 0, (tmp_path / "second.log").read_text()[-6000:]
 
     one, two = tmp_path / "one", tmp_path / "run"
-    run_process(launch(recipe, "--output_dir", str(one)), tmp_path / "log", **path)
+    run_process(launch(recipe, "--output_dir", str(one)), tmp_path / "log", **PATH)
     on_two_hosts()
     for name in ("adapter", "checkpoint-2"):
         shutil.rmtree(two / name)
@@ -135,19 +134,14 @@ def test_two_processes_push_to_a_server_once(
     port = hold_port()
     serve_policy(make_nvfp4("qwen2"), port, "--max-num-seqs", "1")
     recipe = write_recipe(
-        reward_funcs=["digit_rewards.digits"],
-        noise_mode="both",
-        sigma_start=0.1,
-        num_stages=1,
-        max_steps=2,
+        **NOISY,
         num_generations=2,
         per_device_train_batch_size=1,  # one sequence at a time: larger batches round differently
         max_completion_length=8,
     )
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
     server = ["--vllm_mode", "server", "--vllm_server_base_url", f"http://127.0.0.1:{port}"]
     for name, flags in (("inside", ["--share_weights", "true"]), ("server", server)):
-        run_process(launch(recipe, "--output_dir", str(tmp_path / name), *flags), tmp_path / f"{name}.log", **path)
+        run_process(launch(recipe, "--output_dir", str(tmp_path / name), *flags), tmp_path / f"{name}.log", **PATH)
     inside, outside = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("inside", "server"))
     assert outside.read_bytes() == inside.read_bytes()
     assert read_metrics(tmp_path / "server") == read_metrics(tmp_path / "inside")
@@ -175,10 +169,9 @@ def test_two_processes_a_rollout_ahead_meet_the_same_prompts(
         vllm_mode="server",
         vllm_server_base_url=f"http://127.0.0.1:{port}",
     )
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
 
     def lines(name, *flags):
-        run_process(launch(recipe, "--output_dir", str(tmp_path / name), *flags), tmp_path / f"{name}.log", **path)
+        run_process(launch(recipe, "--output_dir", str(tmp_path / name), *flags), tmp_path / f"{name}.log", **PATH)
         return read_metrics(tmp_path / name)
 
     names = ("reward", "loss", "grad_norm", "completion_length", "sampled_entropy", "rewards/digits/mean")
