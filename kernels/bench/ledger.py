@@ -514,7 +514,7 @@ def page(folder: Path = RESULTS) -> str:
         ),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
-        "*Seconds of the second step, measured once. All configurations have the same trainer.*\n",
+        "*Median seconds of the steps after the first, mostly one. All but stock TRL have the same trainer.*\n",
         steps(files),
         "\n## Swaps\n\nFrom the call until every rank has committed.\n",
         swaps(files),

@@ -189,7 +189,7 @@ class Process:
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What the server says of the class; raises EnvironmentLost if it could not be made."""
+        """Return what the server says of the class; raise EnvironmentLost if it could not be made."""
         answer = self._answer(None, PATIENCE)
         if "error" in answer:
             raise EnvironmentLost(answer["error"])
