@@ -164,6 +164,7 @@ def soak(
     ] = 10,
     api_server_count: Annotated[int, typer.Option(help="processes that take requests")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs of the server")] = 1,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="the server's share of each GPU")] = None,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, adapters and noise")] = 0,
     output: Output = None,
 ) -> None:
@@ -177,6 +178,7 @@ def soak(
         minutes=minutes,
         api_servers=api_server_count,
         tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
         seed=seed,
         output=output,
     )

@@ -43,6 +43,7 @@ def run(
     minutes: float = 10,
     api_servers: int = 1,
     tensor_parallel_size: int = 1,
+    gpu_memory_utilization: float | None = None,
     seed: int = 0,
     output: Path | None = None,
 ) -> dict[str, Any]:
@@ -60,6 +61,8 @@ def run(
     with ended_cleanly(), tempfile.TemporaryDirectory() as scratch:
         folder = model or write_model(shape, seed, Path(scratch, "model"))
         options = server_options(streams, api_servers, tensor_parallel_size)
+        if gpu_memory_utilization is not None:
+            options += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
         with serving(folder, options, RANK, Path(scratch, "log")) as (server, token):
             observed, speed, memory = measure(server, token, folder, streams, 60 * minutes, seed)
         result = {

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -266,3 +267,15 @@ def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_p
     else:
         assert len(verdict.wrong) > 10
         assert "wrong answers" in result["failed"][0]
+
+
+def test_a_servers_share_of_a_gpu_is_what_was_asked_for(monkeypatch):
+    def serving(folder, options, *_):
+        raise RuntimeError(" ".join(options))
+
+    monkeypatch.setattr(soak, "serving", serving)
+    asked = partial(soak.run, model="unused", shape="tiny")
+    with pytest.raises(RuntimeError, match=r"--gpu-memory-utilization 0\.25"):
+        asked(gpu_memory_utilization=0.25)
+    with pytest.raises(RuntimeError, match=r"^(?!.*gpu-memory)"):
+        asked()
