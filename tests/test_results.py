@@ -177,6 +177,9 @@ def test_rollouts_by_rank_stand_beside_the_articles(ledger):
     files["ranks_c"]["gpu"] = "H200"
     assert ledger.by_rank(files).endswith("| QeRL | 64 | 1 | 80 | - | 51.3 | `ranks_c.json` |")
     assert ledger.by_rank({"rollout_b": files["rollout_b"]}) == ""
+    files = {"ranks_d": file([64], **{"qerl_nvfp4_base, fp8 cache": 60.0, "stock_nvfp4_humming_slots": 50.0})}
+    *_, without, slots = ledger.by_rank(files).splitlines()
+    assert without.startswith("| 32B, 128 + 256 | QeRL, no adapter, fp8 cache | - |") and "| 64 |" in slots
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("train")])

@@ -7,10 +7,13 @@ test or a script has printed. The picture functions are in ``pictures.py`` and n
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from qerl_recipes.bench.engines import ADAPTERLESS
 
 RESULTS = Path(__file__).parents[1] / "results"
 CONFIGURATIONS = {
@@ -193,8 +196,7 @@ def by_rank(files: dict[str, dict[str, Any]]) -> str:
     for name, result in files.items():
         for arm, of_arm in result["arms"].items() if name.startswith("ranks") else ():
             kind, _, rank = arm.partition(", rank ")
-            has_none = configuration(kind).endswith(("adapter merged", "no adapter"))
-            key = None if has_none else int(rank or result["rank"][0])
+            key = None if re.split("[, ]", arm)[0] in ADAPTERLESS else int(rank or result["rank"][0])
             if "batch" in of_arm:
                 found[result["gpu"], result["shape"], kind, key] = name, of_arm["batch"]
     rows = []

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from qerl_recipes.bench import decode_profile, rollout_memory
 from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, ask_once, check_gpus, check_shape, ended_cleanly
+from qerl_recipes.bench.engines import ADAPTERLESS, ARMS
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
-from qerl_recipes.bench.rollout_arm import ADAPTERLESS, ARMS, FEW, WARM_UP_TOKENS, Case, prefill
+from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
 from qerl_recipes.recipe.keys import ENGINE_RANKS
 from qerl_recipes.recipe.shapes import full_name
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_recipes.bench.arms import Figures
-from qerl_recipes.bench.rollout_arm import FP8, Case, longest, most_sequences, options, prefill
+from qerl_recipes.bench.engines import FP8, options
+from qerl_recipes.bench.rollout_arm import Case, longest, most_sequences, prefill
 from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, installed_gpu, used_bytes
 from qerl_recipes.memory import estimates, sizes
 from qerl_recipes.memory.sizes import ModelSize, measure

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.arms import Figures, answer
-from qerl_recipes.bench.rollout_arm import FP8
+from qerl_recipes.bench.engines import FP8
 from qerl_recipes.bench.train import FP8_ENGINE, NAME
 from qerl_recipes.hooks import DatasetLoader, RewardFactory, StartEngine, get_plugin_manager, implementation
 from qerl_recipes.machine.gpu import Gpu, this_gpu, used_bytes

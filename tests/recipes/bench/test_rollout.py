@@ -16,7 +16,8 @@ from vllm.v1.engine.core_client import InprocClient
 from qerl_recipes import cli
 from qerl_recipes.bench import lengths, linear_kernels, random_model, rollout, rollout_arm, rollout_memory, swap
 from qerl_recipes.bench.arms import ArmFailedError
-from qerl_recipes.bench.rollout_arm import ARMS, Case
+from qerl_recipes.bench.engines import ARMS
+from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin.compat import scheduler
