@@ -37,6 +37,7 @@ class QuantizeReport:
     ignore: tuple[str, ...]
     layers: list[LayerError] = field(default_factory=list)
     calibration: dict[str, int] | None = None  # for gptq and awq: the counts that `calibration_file.read` returns
+    hub: str | None = None  # the hub's model that `--quantization qerl_nvfp4` rounds to these weights while loading it
 
     def write(self, folder: Path) -> None:
         """Write the report into a checkpoint, as quantize_report.json."""
@@ -163,7 +164,9 @@ def quantize_checkpoint(
             # awq moves a factor from each weight into the layer before: source and result cannot be compared
             layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
         copy_other_files(folder, partial)
-        result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers, counts)
+        is_default = (method, scales, tuple(ignore)) == ("rtn", "amax", ("lm_head",))
+        hub = str(source) if is_default and not Path(source).is_dir() else None
+        result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers, counts, hub)
         result.write(partial)
     if not quiet:
         result.print()

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qerl_recipes.files.json_files import read_object
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
@@ -41,6 +42,12 @@ def written_name(base: str | Path, revision: str | None = None, folder: Path | N
     if Path(base).is_dir() or revision not in (None, "main"):
         return str(folder or local_folder(base, revision))
     return str(base)
+
+
+def hub_name(base: str) -> str:
+    """Return the hub's model that gives the weights of ``base``; ``base`` itself if ``qerl quantize`` noted none."""
+    report = read_object(Path(base) / "quantize_report.json", "write the checkpoint anew with qerl quantize")
+    return report.get("hub") or base
 
 
 def known_config(name: str | Path, revision: str | None = None) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ tags: [lora, trl, grpo, vllm, qerl]
 
 | | |
 |---|---|
-| base model | `{base}` |
+| base model | `{base}`{rounded} |
 | base SHA-256 | `{base_hash}` (config.json and 64 samples a file) |
 | weights in training | {weights} |
 | rank, alpha | {rank}, {alpha} |
@@ -31,7 +31,7 @@ tags: [lora, trl, grpo, vllm, qerl]
 {versions}
 ## Serve it
 
-{without_norms}With stock vLLM{another_policy}:
+{without_norms}{elsewhere}With stock vLLM{another_policy}:
 
 ```bash
 {serve} --enable-lora --max-lora-rank {allowed_rank} --lora-modules {lora}
@@ -41,6 +41,10 @@ WITHOUT_NORMS = f"""\
 **This adapter's norms were trained too.** They lie in `{NORMS}` and do not travel in a LoRA request: the commands \
 below serve the base's norms, which is another policy than the one that was trained. `qerl evaluate` and \
 `Policy.swap_folder` apply both; `qerl export --merge` writes a checkpoint with both.
+
+"""
+ELSEWHERE = """\
+`{base}` stands for a folder that is not on the hub: name your copy of it.
 
 """
 ON_NVFP4 = """
@@ -88,26 +92,33 @@ def render(
     datasets: Sequence[str] = (),
     name: str = "policy",
     folder: str | Path,
+    revision: str | None = None,
+    is_rounded: bool = False,
 ) -> str:
     """Return the model card of an adapter as Markdown, with the hub's metadata on top.
 
     ``base`` is the absolute folder or model id that was trained on, ``base_hash`` its ``base_hash()``.
     ``adapter_config`` is the content of adapter_config.json. ``quantization`` is the base-weight format (qerl_nvfp4,
-    bf16 or nf4), ``versions`` maps package -> version, ``datasets`` are ids of the hub, and ``folder`` is the adapter's
-    absolute folder.
+    bf16 or nf4), ``versions`` maps package -> version, and ``datasets`` are ids of the hub. ``folder`` is the adapter's
+    absolute folder, or its repository on the hub. ``revision`` is the base's on the hub. ``is_rounded`` says that
+    ``base_hash`` is of the folder that ``qerl quantize`` made of ``base``.
 
-    Only the commands contain the paths of ``base`` and ``folder``, so that they work from any directory.
+    Only the commands contain the paths of ``base`` and ``folder``, so that they work from any directory. On the hub no
+    path of this machine is named.
     """
+    of_branch = [] if revision in (None, "main") else ["--revision", str(revision)]
+    is_elsewhere = Path(base).is_absolute() and not Path(folder).is_absolute()
     targets, rank = adapter_config.get("target_modules"), adapter_config.get("r", 16)
     is_nvfp4 = quantization == "qerl_nvfp4"
     commands = {
-        "serve": f"vllm serve {shlex.quote(base)}",
+        "serve": shlex.join(["vllm", "serve", _short(base) if is_elsewhere else base, *of_branch]),
         "allowed_rank": engine_rank(rank),
         "lora": shlex.quote(f"{name}={folder}"),
     }
     return ADAPTER.format(
         metadata=_metadata(base, datasets),
         base=_short(base),
+        rounded=", of which `qerl quantize` made the folder with this hash" if is_rounded else "",
         base_hash=base_hash,
         weights=WEIGHTS.get(quantization, quantization),
         rank=rank,
@@ -116,6 +127,7 @@ def render(
         norms=f"yes, in {NORMS}" if trained_norms else "no",
         versions="".join(f"| {package} | {version} |\n" for package, version in sorted((versions or {}).items())),
         without_norms=WITHOUT_NORMS if trained_norms else "",
+        elsewhere=ELSEWHERE.format(base=_short(base)) if is_elsewhere else "",
         another_policy=" (from a BF16 base: in BF16, another policy than was trained)" if is_nvfp4 else "",
         on_nvfp4=ON_NVFP4.format(**commands) if is_nvfp4 else "",
         **commands,

@@ -4,7 +4,6 @@ Checkpoints are whole or absent, taken between rollouts, and resumed exactly.
 """
 
 import contextlib
-import json
 import shutil
 import sys
 import time
@@ -24,7 +23,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
 
 from qerl_recipes.files import card, run_state
-from qerl_recipes.files.adapter import CONFIG, NORMS, TENSORS
+from qerl_recipes.files.adapter import NORMS, TENSORS
+from qerl_recipes.files.base_model import hub_name
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.hooks import LendsWeights, RolloutEngine
 from qerl_recipes.model import norms
@@ -133,20 +133,32 @@ class SavingTrainer(GRPOTrainer):
         if trained is not None:
             norms.save_norms(trained, folder)
         self._tokenizer.save_pretrained(folder)
+        self._write_card(folder, self._run.base, (self._destination or folder).absolute())
+
+    def _write_card(self, folder: Path, base: str, lies_in: str | Path, **of_base: Any) -> None:
+        """Write README.md to ``folder``; its commands name ``base`` and where the adapter ``lies_in``."""
+        policy = self.accelerator.unwrap_model(self.model)
         text = card.render(
-            self._run.base,
+            base,
             self._run.base_hash,
-            json.loads((folder / CONFIG).read_text(encoding="utf-8")),
-            trained_norms=trained is not None,
+            policy.peft_config[ADAPTER].to_dict(),
+            trained_norms=norms.trained_norms(norms.named_norms(policy)) is not None,
             quantization=self.args.quantization,
             versions=run_state.versions(),
             datasets=hub_ids(self._recipe),
-            folder=(self._destination or folder).absolute(),
+            folder=lies_in,
+            **of_base,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the adapter's card is written with the adapter, and TRL's would describe a whole model."""
+        """Write the card that the hub shows into output_dir; TRL's own would describe a whole model."""
+        if self.args.push_to_hub and self.is_world_process_zero():
+            base, of_base = self._recipe["model_name_or_path"], {"revision": self._recipe["model_revision"]}
+            if Path(base).is_dir():
+                base = hub_name(self._run.base)
+                of_base = {"is_rounded": base != self._run.base}
+            self._write_card(Path(self.args.output_dir), base, str(self.hub_model_id), **of_base)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save ``checkpoint-N``, whole or not at all, in every process; raise OSError if it cannot be written."""
@@ -190,9 +202,9 @@ class SavingTrainer(GRPOTrainer):
         self._is_push_due = True
 
     def prepare_push(self, saved: Path) -> None:
-        """Copy norms, state and card of ``saved`` into output_dir for the upload; transformers copies PEFT's files."""
+        """Copy norms and state of ``saved`` into output_dir for the upload; transformers copies PEFT's files."""
         if self.is_world_process_zero():
-            for name in (NORMS, run_state.STATE_FILE, "README.md"):
+            for name in (NORMS, run_state.STATE_FILE):
                 if (saved / name).is_file():
                     shutil.copy(saved / name, self.args.output_dir)
 

@@ -1,10 +1,12 @@
 """Test what meets the Hugging Face hub, on a stand-in for it: models and data sets come from there, runs go there."""
 
 import importlib.metadata
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from hub_stand_in import Hub, write_data
 from huggingface_hub import ModelCard
@@ -12,6 +14,8 @@ from packaging.requirements import Requirement
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from qerl_recipes.files.base_model import hub_name
+from qerl_recipes.machine import serve
 from qerl_vllm_plugin import TESTED_VLLM
 
 READ = """
@@ -54,7 +58,11 @@ def hub(make_bf16: Callable[..., Path], tmp_path: Path) -> Iterator[Hub]:
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_a_run_takes_from_the_hub_and_pushes_every_checkpoint(
-    hub: Hub, write_recipe: Callable[..., str], run_process: Callable[..., None], tmp_path: Path
+    hub: Hub,
+    write_recipe: Callable[..., str],
+    run_process: Callable[..., None],
+    hold_port: Callable[[], int],
+    tmp_path: Path,
 ) -> None:
     recipe = write_recipe(
         model_name_or_path="me/tiny",
@@ -80,9 +88,28 @@ def test_a_run_takes_from_the_hub_and_pushes_every_checkpoint(
     pushed = hub.root / "models" / "me" / "policy"
     weights = "adapter_model.safetensors"
     assert (pushed / weights).read_bytes() == (tmp_path / "run" / "adapter" / weights).read_bytes()
-    card = ModelCard((pushed / "README.md").read_text()).data.to_dict()
+    text = (pushed / "README.md").read_text()
+    card = ModelCard(text).data.to_dict()
     assert (card["base_model"], card["datasets"], card["library_name"]) == ("me/tiny", ["openai/gsm8k"], "peft")
     run_process([sys.executable, "-c", READ], tmp_path / "read.log", **here)
+    (line,) = [line for line in text.splitlines() if line.startswith("vllm serve") and "qerl_nvfp4" in line]
+    port, (_, _, model, *flags) = hold_port(), shlex.split(line)
+    flags += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "64"]
+    with serve.started(serve.command(model, flags), port, tmp_path / "serve.log", here) as server:
+        asked = {"model": "policy", "prompt": "1+2", "max_tokens": 2}
+        assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()["model"] == "policy"
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_folder_remembers_the_model_of_the_hub_that_it_was_rounded_from(
+    hub: Hub, run_process: Callable[..., None], tmp_path: Path
+) -> None:
+    quantize, here = [sys.executable, "-m", "qerl_recipes.cli", "quantize"], hub.environment(tmp_path / "cache")
+    for name, flags in (("same", ()), ("other", ("--scales", "mse"))):
+        run_process([*quantize, "me/tiny", str(tmp_path / name), *flags], tmp_path / "log", **here)
+    assert hub_name(str(tmp_path / "same")) == "me/tiny"
+    assert hub_name(str(tmp_path / "other")) == str(tmp_path / "other"), "the hub's model does not give its weights"
 
 
 def test_lightevals_own_vllm_backend_takes_none_of_our_vllms() -> None:

@@ -43,6 +43,31 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
     assert resume_point(trainer.args, {}).folder == run / "checkpoint-2"
 
 
+def test_the_card_of_a_push_names_what_a_reader_of_the_hub_can_serve(make_trainer, make_nvfp4):
+    trainer = make_trainer(make_nvfp4("qwen2"))
+    trainer.args.push_to_hub, trainer.hub_model_id = True, "me/policy"
+    base = Path(trainer._run.base)
+
+    def commands():
+        trainer.create_model_card()
+        text = (Path(trainer.args.output_dir) / "README.md").read_text()
+        assert f"{base}" not in text and f"{trainer.args.output_dir}" not in text
+        lines = [line for line in text.splitlines() if line.startswith("vllm serve")]
+        assert len(lines) == 2 and all(line.endswith(" policy=me/policy") for line in lines)
+        return text, {line.partition(" --enable-lora")[0].removesuffix(" --quantization qerl_nvfp4") for line in lines}
+
+    trainer._recipe = {"model_name_or_path": str(base), "model_revision": "main"}
+    text, served = commands()
+    assert served == {f"vllm serve {base.name}"} and "stands for a folder that is not on the hub" in text
+    (base / "quantize_report.json").write_text('{"hub": "somebody/model"}')
+    text, served = commands()
+    assert served == {"vllm serve somebody/model"} and "stands for a folder" not in text
+    assert "base_model: somebody/model\n" in text and "made the folder with this hash" in text
+    trainer._recipe = {"model_name_or_path": "a/b", "model_revision": "v2"}
+    text, served = commands()
+    assert served == {"vllm serve a/b --revision v2"} and "made the folder with this hash" not in text
+
+
 def test_a_resumed_run_goes_on_counting(make_trainer, make_nvfp4, resume):
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()
