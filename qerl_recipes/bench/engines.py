@@ -6,7 +6,15 @@ from typing import Any
 # adapter, with one in LoRA slots on Marlin, and that again without this plugin; these two differ in the fp32 norms
 # alone. Then what else one would run without this project: FP8 with the adapter merged and in LoRA slots, and NVFP4 on
 # Humming without an adapter and with one in LoRA slots.
-ARMS = ("bf16_merged", "qerl_nvfp4", "bf16", "nf4", "qerl_nvfp4_base", "qerl_nvfp4_slots_marlin", "qerl_nvfp4_float16")
+ARMS: tuple[str, ...] = (
+    "bf16_merged",
+    "qerl_nvfp4",
+    "bf16",
+    "nf4",
+    "qerl_nvfp4_base",
+    "qerl_nvfp4_slots_marlin",
+    "qerl_nvfp4_float16",
+)
 ARMS += ("stock_nvfp4", "fp8_merged", "fp8", "stock_nvfp4_humming", "stock_nvfp4_humming_slots")
 # W8A8: a scale for each output channel of a weight, made when it is loaded, and one for each token, made in every step
 FP8 = "fp8_per_channel"
