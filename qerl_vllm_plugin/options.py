@@ -11,6 +11,12 @@ from qerl_vllm_plugin.wire.timing import PATIENCE
 KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel", "policy_folders", "weight_only", "untested_models"}
 KNOWN_OPTIONS |= {"policy_timeout"}
 KERNELS = ("auto", "tiled", "marlin", "dequantize", "batch_invariant")
+NO_WEIGHT_TRANSFER = (
+    "--weight-transfer-config has no place here: the weights of a qerl_nvfp4 engine are frozen, and no adapter fits "
+    "into those calls: they have no field for its config, a rank cannot refuse for the others, and the prefix cache "
+    "stays as it is (qerl_vllm_plugin/lora_updates.md). Push adapters with PUT /v1/qerl/policy or "
+    "qerl_vllm_plugin.client"
+)
 MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
 

@@ -17,6 +17,7 @@ RESULTS = ROOT / "kernels" / "results"
 FOLDERS = ("recipes", "qerl_vllm_plugin", "kernels", "kernels/results", "tests")
 PAGES = [README, *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.S)]
+SWAPS = ("7B", "32B_tp2")
 PACKAGES = ("qerl_recipes", "qerl_vllm_plugin", "kernels", "tests")
 
 
@@ -172,6 +173,20 @@ def test_the_tables_hold_the_figures_of_the_committed_files():
     )
     assert f"{merged[2]:,.0f} tokens/s to {ours[2]:,.0f}" in TEXT
     assert f"{ours[0] / merged[0]:.2f}x as fast at 8 sequences and {ours[1] / merged[1]:.2f}x at 64" in TEXT
+
+
+def test_the_swaps_of_the_page_on_lora_updates_are_the_ledgers():
+    ways = {name: json.loads((RESULTS / f"swap_{name}_NVIDIA_H200.json").read_text())["ways"] for name in SWAPS}
+    page = (ROOT / "qerl_vllm_plugin" / "lora_updates.md").read_text()
+    shown = [
+        line.strip("| ").split(" | ")[1:] for line in page.splitlines() if line.startswith(("| a GPU", "| the CPU"))
+    ]
+    for cells, way in zip(shown, ("auto", "ipc", "http, GPU to GPU", "shared", "http"), strict=True):
+        times = [1e3 * ways[name][way]["swap"]["median"] if way in ways[name] else None for name in SWAPS]
+        assert cells == ["-" if ms is None else f"{ms:.{int(ms < 20)}f} ms" for ms in times]
+    soak = json.loads((RESULTS / "soak_7B_NVIDIA_H200.json").read_text())
+    assert (soak["streams"], soak["lost"], soak["wrong"]) == (256, [], [])
+    assert f"{soak['changes']} changes: of {soak['answers']:,} answers none" in page
 
 
 def test_each_promise_has_tests_of_its_number():

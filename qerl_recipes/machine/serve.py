@@ -21,7 +21,7 @@ from pathlib import Path
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
-from qerl_vllm_plugin.options import Options
+from qerl_vllm_plugin.options import NO_WEIGHT_TRANSFER, Options
 from qerl_vllm_plugin.weights.checkpoint import check_overrides, inspect_folder
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
@@ -43,10 +43,13 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
 
     Raises CheckpointError for a folder that does not exist, which vLLM would look for on the hub, and for a damaged
     one. The same holds for a checkpoint that quantizes more than weights, unless ``arguments`` ask for weight_only.
-    Raises ValueError for contents of --additional-config and --hf-overrides that the engine refuses.
+    Raises ValueError for --weight-transfer-config, and for contents of --additional-config and --hf-overrides that the
+    engine refuses.
     """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
     for flag, text in _flags(arguments):
+        if flag.partition(".")[0] == "weight-transfer-config":
+            raise ValueError(NO_WEIGHT_TRANSFER)
         if flag in checks:
             with contextlib.suppress(json.JSONDecodeError):  # vLLM itself reads other forms, such as dotted keys
                 checks[flag](json.loads(text))

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from qerl_vllm_plugin.compat import layers as vllm_layers
 from qerl_vllm_plugin.compat.engine import checkpoint_folder
+from qerl_vllm_plugin.options import NO_WEIGHT_TRANSFER
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def watch(
     from vllm.model_executor.model_loader.reload import layerwise
 
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        raise ValueError(f"--weight-transfer-config has no place here: {FROZEN}")
+        raise ValueError(NO_WEIGHT_TRANSFER)
     model = _model_being_built()
     if when_ready is not None:
         _call_when_ready(model, when_ready)

@@ -48,11 +48,12 @@ def test_a_reload_is_refused_before_anything_is_touched(engine, another, measure
     assert torch.equal(measure.engine(engine), answers)
 
 
-def test_weight_transfer_is_refused_at_start(boot, make_nvfp4):
+@pytest.mark.parametrize("backend", ["nccl", "qerl"])
+def test_weight_transfer_is_refused_at_start(boot, make_nvfp4, backend):
     from vllm.config.weight_transfer import WeightTransferConfig
 
     with pytest.raises(ValueError, match=FROZEN):
-        boot(make_nvfp4("qwen2"), weight_transfer_config=WeightTransferConfig(backend="nccl"))
+        boot(make_nvfp4("qwen2"), weight_transfer_config=WeightTransferConfig(backend=backend))
 
 
 def test_a_stock_engine_in_the_same_process_still_reloads(engine, boot, make_bf16, measure):

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import requests
 import torch
 from policy_requests import API_KEY, HEADERS, TOKEN, VERSION, assert_served, description, done, kept, put
 from waiting import PATIENCE
@@ -239,6 +240,26 @@ def test_the_program_of_the_page(server, policy, adapters):
     assert (state["version"], state["noise"]["sigma"], state["noise"]["rollout"]) == (version, 1e-2, 7)
     exec(clears, names)
     assert clears and policy.state()["noise"]["sigma"] == 0
+
+
+def test_vllms_own_weight_transfer_changes_nothing(server, policy, questions, expected, adapters, measure):
+    """Push as a stack does that speaks vLLM's interface, with vLLM's client for it."""
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+    version = policy.swap(*adapters[1]["second"])
+    client, before = HTTPVLLMWeightSyncClient(server[0], timeout=PATIENCE), kept(policy)
+    named = {"names": ["lm_head.weight"], "dtype_names": ["float32"], "shapes": [[1]]}
+    calls = (
+        lambda: client.init_weight_transfer_engine({}),
+        client.start_weight_update,
+        lambda: client.update_weights(named),
+        client.finish_weight_update,
+    )
+    for call in calls:
+        with pytest.raises(requests.HTTPError, match="500"):
+            call()
+    assert kept(policy) == before
+    assert_served(questions, measure, expected("second"), version)
 
 
 def test_the_token_is_in_no_log_and_no_metric(server, policy):
