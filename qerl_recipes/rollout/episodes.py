@@ -264,6 +264,13 @@ class Player:
         used = len(episode.ids) + len(ids)
         room = self.engine.longest - len(episode.prompt) - used
         left = room if self.most_tokens is None else self.most_tokens - used
+        if min(left, room) + len(episode.ids) < 0:  # no episode of this prompt can read as much
+            longest = max(answers, key=lambda answer: len(answer.text)).message["name"]
+            self._tell(
+                f"tool {longest} answered with more tokens than an episode has;",
+                "the episode ends at that call, and episodes_cut counts all that do. With max_tool_tokens the policy "
+                "reads the beginning of an answer",
+            )
         episode.is_cut = left < 1 or room < 1
         if left >= 0 and room >= 1:
             episode.messages += [answer.message for answer in answers]
@@ -322,15 +329,20 @@ class Player:
             except Exception as error:  # those of its __str__ too
                 result = error
         episode.failures += 1
-        if name in episode.tools and name not in self._told:
-            self._told.add(name)
-            warnings.warn(
-                f"tool {name} failed ({type(result).__name__}: {str(result)[:200]}); the policy reads that, and the "
-                "run goes on. tool_failures counts all failures",
-                stacklevel=2,
+        if name in episode.tools:
+            self._tell(
+                f"tool {name} failed",
+                f"({type(result).__name__}: {str(result)[:200]}); the policy reads that, and the run goes on. "
+                "tool_failures counts all failures",
             )
         text = self._fitted(str({"error": str(result)}))
         return Answer({"role": "tool", "name": name, "content": text}, text)
+
+    def _tell(self, what: str, more: str) -> None:
+        """Warn of ``what``, which names a tool, for the first time that it happens; say ``more`` of this time."""
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(f"{what} {more}", stacklevel=2)
 
     def _fitted(self, text: str) -> str:
         """Return the beginning of a tool's text that it may have; no tokenizer sees what cannot fit anyway."""

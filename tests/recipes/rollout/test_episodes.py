@@ -128,6 +128,32 @@ def test_an_episode_keeps_to_its_tokens(limits, added, is_cut):
     assert ("no tokens left" in one.table()) == (added == "" and is_cut)
 
 
+@pytest.mark.parametrize(
+    ("tool", "limits", "is_told"),
+    [
+        pytest.param(lambda number: MEGABYTES, {}, True, id="of 10 MB"),
+        pytest.param(lambda number: "7" * 47, {}, True, id="of an episode and a token"),  # the template adds two
+        pytest.param(lambda number: "7" * 46, {}, False, id="of an episode"),
+        pytest.param(lambda number: "7" * 57, {"tokens": None}, True, id="of a sequence and a token"),
+        pytest.param(lambda number: "7" * 56, {"tokens": None}, False, id="of a sequence"),
+        pytest.param(lambda number: MEGABYTES, {"tool_tokens": 5}, False, id="cut"),
+    ],
+)
+def test_a_tool_whose_answer_fits_no_episode_is_named_once(tool, limits, is_told):
+    engine = Scripted(*["8<eos>"] * 3)
+    *others, last = (episode("{double 4}<eos>", double=tool, brief=lambda: "") for _ in range(3))
+    if is_told:
+        last.messages[0]["tool_calls"] += [{"type": "function", "function": {"name": "brief", "arguments": {}}}]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        player = play(engine, last, **limits)
+        player.play(others)
+    assert last.is_cut == (limits != {"tool_tokens": 5})
+    assert [str(one.message).partition(";")[0] for one in said] == is_told * [
+        "tool double answered with more tokens than an episode has"
+    ]
+
+
 class Silent:
     def __str__(self):
         raise RuntimeError("no words")
