@@ -248,7 +248,7 @@ class QerlConfig(QuantizationConfig):
 
         from qerl_vllm_plugin import norms
         from qerl_vllm_plugin.adapter.folder import check_folder, check_modules
-        from qerl_vllm_plugin.compat import engine, loading, lora_loading
+        from qerl_vllm_plugin.compat import drafts, engine, loading, lora_loading
         from qerl_vllm_plugin.compat import worker as vllm_worker
         from qerl_vllm_plugin.worker.methods import add_worker_methods
         from qerl_vllm_plugin.worker.policy import install_at_start
@@ -325,6 +325,7 @@ class QerlConfig(QuantizationConfig):
             )
         lora_loading.watch(vllm_config, check_folder, check_modules)
         vllm_worker.draw_with_whole_prompts_alone()
+        drafts.expand_on_cpu()
         self.adapter_rank, self.kernel = options.adapter_rank, options.kernel
         norms.install()
         add_worker_methods()

@@ -160,7 +160,9 @@ class Engine:
     def scratch(self) -> int:
         """Return the bytes of temporary tensors."""
         expands = self.training.quantization != "bf16"
-        return engine_scratch(self.size, sequences(self.training), expands=expands, itemsize=self.itemsize)
+        drafts = self.training.vllm_speculative_config or {}
+        rows = sequences(self.training) * (1 + drafts.get("num_speculative_tokens", 0))
+        return engine_scratch(self.size, rows, expands=expands, itemsize=self.itemsize)
 
     @property
     def beside_cache(self) -> int:
@@ -196,16 +198,16 @@ def cache_of_a_token(size: ModelSize, tensor_parallel: int, itemsize: int) -> in
 
 
 def engine_scratch(
-    size: ModelSize, sequences: int, *, expands: bool, itemsize: int = BF16, tokens: int = ENGINE_TOKENS
+    size: ModelSize, rows: int, *, expands: bool, itemsize: int = BF16, tokens: int = ENGINE_TOKENS
 ) -> int:
     """Return the bytes that vLLM's profiling run will measure: the widest layer on ``tokens`` tokens, and the sampler.
 
-    ``sequences`` is the batch size of the sampler. ``expands`` says that the frozen weights are 4-bit: the largest
-    piece of a weight that the engine expands at a time is then added.
+    ``rows`` are those of the sampler's logits: one a sequence and one a drafted token. ``expands`` says that the frozen
+    weights are 4-bit: the largest piece of a weight that the engine expands at a time is then added.
     """
     # gate, up, their product and the outputs, for every expert that a token goes through
     in_experts = [layer.used * (3 * layer.inner + layer.hidden) for layer in size.experts]
     hidden = tokens * max([3 * size.intermediate + 4 * size.hidden, *in_experts]) * itemsize
-    sampler = sequences * size.vocabulary * FP32 * SAMPLER_COPIES
+    sampler = rows * size.vocabulary * FP32 * SAMPLER_COPIES
     slab = max(slab_rows(sum(part.N for part in parts)) * parts[0].K for parts in size.fused) * BF16
     return hidden + sampler + (slab if expands else 0)

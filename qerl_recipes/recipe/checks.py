@@ -5,6 +5,7 @@ it names the key, the limit and the way out.
 """
 
 import dataclasses
+import importlib.util
 import os
 import urllib.parse
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ SERVER_KEYS = ("vllm_server_base_url", *ADDRESS_KEYS, "vllm_server_timeout", "ov
 ENGINE_KEYS = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
     "vllm_kv_cache_memory_bytes": "--kv-cache-memory-bytes of the server",
+    "vllm_speculative_config": "--speculative-config of the server",
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works",
 }
 # fields of vLLM's SamplingParams that a request to /v1/completions accepts under the same name
@@ -44,6 +46,18 @@ IN_A_REQUEST = {
     *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
+}
+# vLLM's ways to draft without a second model -> the fields that each needs, and the others that it has
+DRAFTS = {
+    "ngram": (("num_speculative_tokens", "prompt_lookup_max"), ("prompt_lookup_min",)),
+    "ngram_gpu": (("num_speculative_tokens", "prompt_lookup_max"), ("prompt_lookup_min",)),
+    "suffix": (
+        ("num_speculative_tokens",),
+        tuple(
+            f"suffix_decoding_{name}"
+            for name in ("max_tree_depth", "max_spec_factor", "min_token_prob", "max_cached_requests")
+        ),
+    ),
 }
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
 
@@ -59,6 +73,7 @@ def problems(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_boundaries(training),
         *_lengths(script, training),
         *_tools(script, training),
+        *_drafts(training),
         *_overlap(script, training),
         *_generation(training),
         *_sampling(training),
@@ -247,6 +262,33 @@ def _tools(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
                 f"environment_kwargs: {', '.join(others)} is not one of the environments: "
                 f"{', '.join(script.environments)}; with several, it is {{NAME: arguments}}"
             )
+
+
+def _drafts(training: GRPOConfig) -> Iterator[str]:
+    """Yield what is wrong with ``vllm_speculative_config``, and what vLLM cannot sample with drafts."""
+    if (drafts := training.vllm_speculative_config) is None:
+        return
+    here = "vllm_speculative_config"
+    if not isinstance(drafts, dict) or drafts.get("method") not in DRAFTS:
+        found = drafts.get("method") if isinstance(drafts, dict) else drafts
+        yield (
+            f"{here}: method is {found!r}; a run takes {', '.join(DRAFTS)}, which draft from the tokens that there are "
+            "and need no second model"
+        )
+        return
+    needed, known = DRAFTS[method := drafts["method"]]
+    if unknown := sorted(drafts.keys() - {"method", *needed, *known}):
+        yield f"{here}: {method} has no {', '.join(unknown)}; it has {', '.join((*needed, *known))}"
+    for name in needed:
+        if type(drafts.get(name)) is not int or drafts[name] < 1:
+            yield f"{here}: {name} is {drafts.get(name)!r}; {method} needs a whole number of at least 1"
+    if drafts.get("suffix_decoding_max_cached_requests"):
+        yield f"{here}: suffix_decoding_max_cached_requests must be 0; a resumed run would lack what is cached"
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        yield f"{here}: suffix needs the package arctic-inference, which is not installed; use ngram"
+    parameters = sampling_parameters(training)
+    if wrong := [name for name in ("min_p", "logit_bias") if parameters.get(name)]:
+        yield f"vLLM does not apply {' and '.join(wrong)} to drafts; remove it or {here}"
 
 
 def _overlap(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:

@@ -158,7 +158,7 @@ class _Batches(NamedTuple):
 class GRPOConfig(trl.GRPOConfig):
     """Extend TRL's configuration of GRPO and DAPO by the weight format, the noise, dynamic sampling and packed rows."""
 
-    _VALID_DICT_FIELDS = (*trl.GRPOConfig._VALID_DICT_FIELDS, "response_template")
+    _VALID_DICT_FIELDS = (*trl.GRPOConfig._VALID_DICT_FIELDS, "response_template", "vllm_speculative_config")
 
     quantization: str = key("qerl_nvfp4", "Base-weight format: qerl_nvfp4, nf4 (QLoRA) or bf16.", choices=QUANTIZATIONS)
     share_weights: bool | None = key(
@@ -234,6 +234,12 @@ class GRPOConfig(trl.GRPOConfig):
         "Size of the engine's KV cache in bytes, vLLM's kv_cache_memory_bytes: nothing is measured, and "
         "vllm_gpu_memory_utilization has no effect. For several runs on one GPU, where vLLM's measuring would "
         "take another run's memory for its own. None: the rest of vllm_gpu_memory_utilization.",
+    )
+    vllm_speculative_config: dict | str | None = key(
+        None,
+        "vLLM's speculative_config: drafts of several tokens, which the policy checks in one step. What is sampled "
+        "keeps its distribution. `{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4}` drafts what "
+        "followed the same tokens before; ngram_gpu and suffix (with arctic-inference) work too. None: no drafts.",
     )
     overlap: int = key(
         0,

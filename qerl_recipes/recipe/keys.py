@@ -196,7 +196,7 @@ _HONOURED = {
     """,
     "rollouts": """
     rollout_engine vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout overlap
-    num_generations num_generations_eval max_completion_length generation_batch_size
+    vllm_speculative_config num_generations num_generations_eval max_completion_length generation_batch_size
     steps_per_generation temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
     pad_to_multiple_of vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization
     vllm_kv_cache_memory_bytes

@@ -23,6 +23,7 @@ from qerl_recipes.rollout.arms import engine_on_cpu, engine_options, reads_in_gr
 from qerl_recipes.rollout.interface import Profiler, Snapshot
 from qerl_recipes.rollout.sampling import Completion, Ended, Follow, Request, SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
+from qerl_vllm_plugin.compat.drafts import expand_on_cpu
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.worker.kv_cache import KVCacheError
@@ -212,6 +213,11 @@ class VLLMRollouts(SeededRollouts):
             "disable_log_stats": True,
             "scheduler_cls": scheduler.NAME,  # schedules the same as vLLM's, in less time
         }
+        if (drafts := training.vllm_speculative_config) is not None:
+            # of earlier completions a resumed run has none, and would draft and draw otherwise
+            without_history = {"suffix_decoding_max_cached_requests": 0} if drafts["method"] == "suffix" else {}
+            options["speculative_config"] = {**drafts, **without_history}
+            expand_on_cpu()
         if is_cpu:
             options |= engine_on_cpu(base)
         else:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 
 from qerl_recipes.files.run_state import what_is_kept
-from qerl_recipes.recipe.checks import API_KEY
+from qerl_recipes.recipe.checks import API_KEY, DRAFTS
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_vllm_plugin.adapter.folder import base_hash
@@ -118,11 +118,10 @@ class Needs:
                 f"its log-probabilities are {state['logprobs_mode']}, not of what was sampled from; start it with "
                 f"--logprobs-mode {LOGPROBS}"
             )
-        if state["speculative"] is not None:
+        if state["speculative"] not in (None, *DRAFTS):
             misfits.append(
-                f"it decodes speculatively ({state['speculative']}), and with {LOGPROBS} vLLM then gives other "
-                "log-probabilities than those of what was sampled (0.31 on a CPU: a third of them, by up to 8); start "
-                "it without --speculative-config"
+                f"it drafts by a second model ({state['speculative']}), which has neither adapter nor noise; start it "
+                f"without --speculative-config, or with one of the methods {', '.join(DRAFTS)}"
             )
         if state["max_model_len"] < self.tokens:
             misfits.append(

@@ -95,6 +95,30 @@ REFUSED = [
     ("--vllm_server_port 9000", "vllm_server_port: 9000 cannot be honoured; vllm_mode: colocate has an engine"),
     ("--vllm_server_timeout 9", "use vllm_mode: server, or remove the key"),
     ("--overlap 1", "overlap: 1 cannot be honoured; vllm_mode: colocate has an engine of its own; use vllm_mode: serv"),
+    (
+        '--vllm_speculative_config {"method":"eagle"}',
+        "vllm_speculative_config: method is 'eagle'; a run takes ngram, ngram",
+    ),
+    (
+        '--vllm_speculative_config {"method":"ngram","num_speculative_tokens":4}',
+        "vllm_speculative_config: prompt_lookup_max is None; ngram needs a whole number of at least 1",
+    ),
+    (
+        '--vllm_speculative_config {"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"model":"x"}',
+        "vllm_speculative_config: ngram has no model; it has num_speculative_tokens, prompt_lookup_max",
+    ),
+    (
+        '--vllm_speculative_config {"method":"suffix","num_speculative_tokens":4}',
+        "vllm_speculative_config: suffix needs the package arctic-inference, which is not installed; use ngram",
+    ),
+    (
+        '--vllm_speculative_config {"method":"suffix","suffix_decoding_max_cached_requests":1}',
+        "vllm_speculative_config: suffix_decoding_max_cached_requests must be 0; a resumed run would lack what is",
+    ),
+    (
+        '--vllm_speculative_config {"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4} --min_p 0.1',
+        "vLLM does not apply min_p to drafts; remove it or vllm_speculative_config",
+    ),
     ("--vllm_mode server --overlap 2", "overlap is the number of rollouts that the server computes ahead, 0 or 1, not"),
     ("--vllm_mode server --overlap 1 --dynamic_sampling true", "overlap: 1 cannot go with dynamic_sampling"),
     (

@@ -96,12 +96,12 @@ def test_an_engine_warms_up_what_its_rollouts_sample_with(start_engine, monkeypa
 
 
 @torch.no_grad()
-def mismatch(policy, rollout):
+def mismatch(policy, rollout, temperature=1.0):
     """Return the mean |log p| difference between the engine's report and the trainer's model."""
     differences = []
     for prompt, completion, logprobs, _ in zip(*rollout[:3], rollout[1], strict=True):
         logits = policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
-        ours = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+        ours = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
         differences.append((ours - torch.tensor([step[0] for step in logprobs])).abs())
     return float(torch.cat(differences).mean())
 
@@ -323,6 +323,67 @@ def test_promise_08_a_rollout_can_be_repeated_exactly(engine):
     assert engine.generate(PROMPTS, None, 4) == first
     assert first[1] != fresh_round[1] != other[1]
     assert len({tuple(ids) for ids in first[1][:4]}) > 1  # samples of one prompt differ
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(scope="module")
+def drafting(start_engine):
+    engine = start_engine(16, vllm_speculative_config=NGRAM)
+    yield engine
+    engine.close()
+
+
+def test_drafts_save_steps_and_leave_the_log_probabilities_of_the_policy(drafting, policy, monkeypatch):
+    taken = []
+
+    def step(llm_engine, completions):
+        before = {name: len(completion.ids) for name, completion in completions.items()}
+        ended = sampling_step(llm_engine, completions)
+        taken.extend(len(completion.ids) - before[name] for name, completion in completions.items())
+        return ended
+
+    sampling_step = sampling.step
+    monkeypatch.setattr(sampling, "step", step)
+    for temperature in (1.0, 0.5):
+        monkeypatch.setitem(drafting._sampling, "temperature", temperature)
+        drafting.begin(0, None)
+        rollout = drafting.generate(PROMPTS, None, 4)
+        assert mismatch(policy, rollout, temperature) < 1e-4
+    assert max(taken) > 1, "a draft was accepted"
+
+
+def test_promise_08_a_rollout_with_drafts_can_be_repeated_exactly(drafting):
+    first, again = (drafting.begin(2, 0.01) and drafting.generate(PROMPTS, None, 4) for _ in range(2))
+    assert first == again
+    drafting.begin(2, 0.01)
+    alone = drafting.generate(PROMPTS[:4], None, 4)
+    assert alone[1] == first[1][:4], "what else is computed changes no draw"
+
+
+@torch.no_grad()
+def test_drafts_keep_the_distribution_of_what_is_sampled(drafting, policy):
+    """Compare counts of the first two tokens with the policy's own probabilities; the second one is checked a draft."""
+    prompt, many = PROMPTS[0], 2000
+    drafting.begin(0, None)
+    requests = [Request(prompt, seed, 2) for seed in range(many)]
+    pairs = Counter(tuple(ids) for ids, _ in drafting._compute(requests)[0] if len(ids) == 2)
+    first = policy(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    size = len(first)
+    prompts = torch.tensor([[*prompt, token] for token in range(size)])
+    joint = first[:, None] * policy(prompts).logits[:, -1].softmax(-1)
+    seen = torch.zeros(size, size)
+    for pair, count in pairs.items():
+        seen[pair] = count
+    ended = TOKENIZER.eos_token_id
+    joint[ended], seen[ended] = 0, 0
+    expected = joint / joint.sum() * seen.sum()
+    often = expected > 5
+    score = ((seen - expected)[often] ** 2 / expected[often]).sum()
+    freedom = int(often.sum())
+    assert freedom > 30
+    assert abs(score - freedom) < 4 * (2 * freedom) ** 0.5
 
 
 def test_rollouts_evaluations_and_processes_draw_apart(engine, monkeypatch):

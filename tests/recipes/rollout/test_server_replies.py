@@ -40,7 +40,7 @@ FITTING = {
             "its log-probabilities are raw_logprobs, .*; start it with --logprobs-mode processed_logprobs",
         ),
         ({"quantization": None}, "its quantization is None; start it with --quantization qerl_nvfp4"),
-        ({"speculative": "ngram"}, r"it decodes speculatively \(ngram\).*; start it without --speculative-config"),
+        ({"speculative": "eagle"}, r"it drafts by a second model \(eagle\).*; start it without --speculative-config"),
         ({"carrier": "lora"}, "it has no resident adapter; start it with --additional-config"),
     ],
 )
