@@ -27,7 +27,7 @@ from typing import Any
 from qerl_recipes.bench.arms import ArmFailedError, Figures, ask_once, ballast, ended_cleanly
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
 from qerl_recipes.files import base_model
-from qerl_recipes.machine.gpu import GB, Gpu, installed_gpu
+from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, installed_gpu
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import flags, read_yaml, up_to_date
@@ -293,7 +293,7 @@ def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
 
 
 def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Figures:
-    """Return an arm's recipe and, on a GPU with the engine's share in it, the bytes that the arm should take at most.
+    """Return an arm's recipe and, on a GPU with the engine's share in it, the bytes that its sequences should take.
 
     Nothing is allocated. ``memory`` is the limit, which decides what ``recompute_layers: -1`` and ``pack_tokens: -1``
     mean. A recipe's own share of the engine stays.
@@ -317,12 +317,13 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
         tokens = work.sequences * -(-work.length // BLOCK) * BLOCK
         share = min(SPARE * (plan.engine_share(tokens) - room / gpu.memory) + SPARE_BYTES / gpu.memory, 0.95)
     smaller = f", {room / GB:.1f} GB of them not taken by an FP8 engine" if room else ""
-    print(f"{arm}: planned {plan.line()}{smaller}{', ' if plan.choice() else ''}{plan.choice()}", flush=True)
+    planned, choice = plan.at_full_length - room, f", {plan.choice()}" if plan.choice() else ""
+    print(f"{arm}: planned {gigabytes(planned)}, for any lengths {plan.line()}{smaller}{choice}", flush=True)
     chosen = {"recompute_layers": plan.checkpointed, "pack_tokens": plan.pack_tokens}
     if not settings[1].gradient_checkpointing:
         del chosen["recompute_layers"]
     recipe = {**work.recipe(arm, cuda=True, engine_share=share), **chosen}
-    return {"recipe": recipe, "planned_bytes": plan.peak - room}
+    return {"recipe": recipe, "planned_bytes": planned}
 
 
 def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:

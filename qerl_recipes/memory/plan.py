@@ -5,14 +5,14 @@
 
 A run has two phases: in a rollout the engine samples, and in training the gradient is computed. Memory that one phase
 alone holds is free in the other; memory that both hold counts in both. Weights, adapter and optimizer are counted.
-Activations, the engine's scratch and CUDA's own memory are estimates for sequences of full length, so a plan is a
-worst case.
+Activations, the engine's scratch and CUDA's own memory are estimates for the lengths that need most, so a plan is a
+worst case. In packed rows these are not the longest sequences: shorter ones fill a row better.
 """
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qerl_recipes.files.adapter import engine_rank
@@ -22,6 +22,7 @@ from qerl_recipes.memory import estimates, sizes
 from qerl_recipes.memory.estimates import Engine, MicroBatch
 from qerl_recipes.memory.sizes import ModelSize, measure
 from qerl_recipes.model import shared
+from qerl_recipes.model.packing import distribute
 from qerl_recipes.recipe.configs import (
     AS_FEW_AS_FIT,
     AS_MANY_AS_FIT,
@@ -68,7 +69,7 @@ class Plan:
     their activations. ``pack_tokens`` is the number of tokens of a packed row, 0 without packing, and ``is_chosen``
     says that the plan has chosen it. ``engine`` is the bytes of the engine without its KV cache, and ``token`` the
     bytes of one token in that cache. ``remark`` says that sequences must wait for others, or that the engine is not
-    among the parts, or is "".
+    among the parts, or is "". ``at_full_length`` is the peak if every sequence has full length.
     """
 
     parts: tuple[Part, ...]
@@ -81,6 +82,7 @@ class Plan:
     engine: int = 0
     token: int = 0
     remark: str = ""
+    at_full_length: int = 0
 
     def engine_share(self, tokens: int) -> float:
         """Return the ``vllm_gpu_memory_utilization`` at which the KV cache holds ``tokens`` tokens."""
@@ -189,15 +191,13 @@ def make(
     held = (*run.engine_parts(), run.weights(), *run.trained_parts())
     problem, remark, is_chosen = run.problem(), run.remark(), training.pack_tokens == AS_MANY_AS_FIT
     for tokens, checkpointed in _to_try(run):
-        working = run.working_parts(tokens, checkpointed)
-        slack = min(MOST_SLACK, int(SLACK * sum(part.training for part in working)))
-        how = "estimate: context, kernels, cuBLAS, unusable blocks"
-        parts = (*held, *working, Part("CUDA and allocator", CONTEXT + slack, CONTEXT + slack, how))
+        parts = (*held, *run.working_parts(run.micro_batch(tokens), tokens, checkpointed))
         chosen = (checkpointed, run.size.layers, tokens, is_chosen)
         plan = Plan(parts, gpu, problem, *chosen, run.engine.beside_cache, run.engine.token, remark)
         if plan.peak <= (1 - SPARE) * (limit or gpu.memory):
             break
-    return plan
+    longest = run.working_parts(run.micro_batch(tokens, at_full_length=True), tokens, checkpointed)
+    return replace(plan, at_full_length=replace(plan, parts=(*held, *longest)).peak)
 
 
 def _to_try(run: "_Run") -> Iterator[tuple[int, int]]:
@@ -250,6 +250,7 @@ class _Run:
         self.engine_length = training.vllm_max_model_length or size.positions
         self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
         self.completion = min(completion, self.length)
+        self.prompt = min(self.length if prompt is None else prompt, self.length)
         self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
         # ways to need less
         self.smaller = () if self.arm == shared.ARM else (f"quantization: {shared.ARM}",)
@@ -366,10 +367,13 @@ class _Run:
             Part("optimizer", states, states, f"{name}: {states / total:.3g} bytes each", knobs),
         )
 
-    def micro_batch(self, packs: int) -> MicroBatch:
-        """Return the sizes of a micro-batch of full length, of rows of ``packs`` tokens; 0 means padded."""
+    def micro_batch(self, packs: int, *, at_full_length: bool = False) -> MicroBatch:
+        """Return the sizes of a micro-batch, in rows of ``packs`` tokens; 0 means padded.
+
+        The lengths of its sequences are those that need most, or with ``at_full_length`` the largest.
+        """
         if self.training.splits_by_tokens:
-            return self._part(packs)
+            return self._longest_row(packs) if packs and at_full_length else self._part(packs)
         rows = self.training.per_device_train_batch_size
         tokens = attended = rows * self.length
         if self._shares_prompts(packs):
@@ -383,17 +387,34 @@ class _Run:
         return MicroBatch(tokens, at_once, scored, padded, self.length, attended / tokens)
 
     def _part(self, packs: int) -> MicroBatch:
-        """Return the largest sizes of a part: one packed row, or as many padded ones as have FAST_TOKENS."""
-        rows, prompt = self.training.per_device_train_batch_size, self.length - self.completion
+        """Return the largest sizes of a part: one packed row, or as many padded ones as have FAST_TOKENS.
+
+        Sequences of some lengths fill the row. With the shortest completions that do, all of a step are in it.
+        """
+        training = self.training
+        rows, group, prompt = training.per_device_train_batch_size, training.num_generations, self.prompt
         if not packs:
             rows = min(rows, max(1, FAST_TOKENS // self.length))
             return MicroBatch(rows * self.length, rows * self.length, rows * self.completion, rows, self.length)
+        prompts, shared = rows, 0
         tokens = min(rows * self.length, max(packs, self.length))
-        attended = 1.0
-        if not self.is_flash and prompt > 0:  # at most all completions of a group are a token beside their prompt
-            group = self.training.num_generations
-            attended = min(group * (prompt + 1) / (prompt + group), rows * self.length / tokens)
-        return MicroBatch(tokens, tokens, min(rows * self.completion, tokens), 0, self.length, attended)
+        if not self.is_flash:
+            prompts = min(rows, training.generation_batch_size // group)  # of a rollout, for all processes
+            tokens = min(tokens, rows * self.completion + prompts * prompt)
+            groups, rest = divmod(tokens, prompt + group)  # of completions of a token each
+            together = min(rows, groups * group + max(0, rest - prompt))
+            shared = min((together - -(-together // group)) * prompt, rows * self.length - tokens)
+        scored = min(rows * self.completion, tokens)
+        return MicroBatch(tokens, tokens, scored, 0, self.length, 1 + shared / tokens)
+
+    def _longest_row(self, packs: int) -> MicroBatch:
+        """Return the sizes of the longest packed row of sequences of full length, each group of which is whole."""
+        rows, group = self.training.per_device_train_batch_size, 1 if self.is_flash else self.training.num_generations
+        groups = [range(first, min(first + group, rows)) for first in range(0, rows, group)]
+        prompts, completions = [self.length - self.completion] * rows, [self.completion] * rows
+        packed = distribute(groups, prompts, completions, packs)
+        tokens, sequences = max((sum(t.size for t in row), sum(len(t.rows) for t in row)) for row in packed)
+        return MicroBatch(tokens, tokens, sequences * self.completion, 0, self.length, sequences * self.length / tokens)
 
     def _shares_prompts(self, packs: int) -> bool:
         """Return True if all completions of a prompt are sure to share a micro-batch.
@@ -411,9 +432,12 @@ class _Run:
         are_whole = training.per_device_train_batch_size % training.num_generations == 0
         return are_whole and is_one_step and (is_a_sum or training.gradient_accumulation_steps == 1)
 
-    def working_parts(self, packs: int, checkpointed: int) -> tuple[Part, ...]:
-        """Return activations and temporary tensors, with rows of ``packs`` tokens and ``checkpointed`` blocks."""
-        batch, itemsize, layers = self.micro_batch(packs), self.itemsize, self.size.layers
+    def working_parts(self, batch: MicroBatch, packs: int, checkpointed: int) -> tuple[Part, ...]:
+        """Return activations, temporary tensors and CUDA's own, with rows of ``packs`` tokens.
+
+        ``checkpointed`` blocks recompute their activations.
+        """
+        itemsize, layers = self.itemsize, self.size.layers
         # With use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on a GPU.
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu
         block = estimates.saved_in_a_block(
@@ -440,9 +464,12 @@ class _Run:
         if packs and batch.at_once > self.length:
             compute_less = (f"pack_tokens: {self.length}",)
         where = f"estimate: {'one block' if in_block >= head else 'the head'}, {batch.at_once} tokens"
+        at_work = max(in_block, head)
+        own = CONTEXT + min(MOST_SLACK, int(SLACK * (kept + at_work)))
         return (
             Part("activations", 0, kept, f"{blocks} of {batch.tokens} tokens{once}{share}", keep_less),
-            Part("at work", 0, max(in_block, head), where, compute_less),
+            Part("at work", 0, at_work, where, compute_less),
+            Part("CUDA and allocator", own, own, "estimate: context, kernels, cuBLAS, unusable blocks"),
         )
 
     def _fewer_rows(self) -> tuple[str, ...]:

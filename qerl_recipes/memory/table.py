@@ -58,7 +58,9 @@ def table(plan: Plan, title: str) -> Table:
     for part in plan.parts:
         view.add_row(part.name, *(f"{getattr(part, phase) / GB:.2f}" for phase in PHASES), part.detail)
     view.add_section()
-    view.add_row("all", *(f"{plan.total(phase) / GB:.2f}" for phase in PHASES), "for sequences of full length")
+    longest = f"; {plan.at_full_length / GB:.2f} if every sequence has full length"
+    most = f"at most, whatever the lengths{longest if plan.at_full_length < plan.peak else ''}"
+    view.add_row("all", *(f"{plan.total(phase) / GB:.2f}" for phase in PHASES), most)
     return view
 
 

@@ -6,7 +6,7 @@ from the prompt, and a completion sees its prompt and itself. Without sharing ev
 of this is computed on the CPU, from one copy of the batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class PackedRow:
         return torch.tensor([s.prompt_start for s in self.segments] + [self.tokens.shape[1]], dtype=torch.int32)
 
 
-class _Tree(NamedTuple):
+class Tree(NamedTuple):
     """Hold rows of the batch that share a prompt; ``size`` counts their tokens, the prompt's once."""
 
     rows: tuple[int, ...]
@@ -86,24 +86,35 @@ def pack(
     for row in rows:
         ids = input_ids[row, :-completion][is_real[row, :-completion]]
         groups.setdefault(ids.numpy().tobytes() if share_prompts else row, []).append(row)
-    trees = list(chain.from_iterable(_trees(group, prompts, completions, pack_tokens) for group in groups.values()))
-    return [_packed_row(bin_, input_ids, is_real, completion) for bin_ in _bins(trees, pack_tokens)]
+    bins = distribute(groups.values(), prompts, completions, pack_tokens)
+    return [_packed_row(bin_, input_ids, is_real, completion) for bin_ in bins]
 
 
-def _trees(group: list[int], prompts: list[int], completions: list[int], pack_tokens: int) -> list[_Tree]:
+def distribute(
+    groups: Iterable[Sequence[int]], prompts: Sequence[int], completions: Sequence[int], pack_tokens: int
+) -> list[list[Tree]]:
+    """Return the trees of each packed row, for ``groups`` of rows of the batch that have one prompt.
+
+    ``prompts`` and ``completions`` are the tokens of each row of the batch.
+    """
+    trees = list(chain.from_iterable(_trees(group, prompts, completions, pack_tokens) for group in groups))
+    return _bins(trees, pack_tokens)
+
+
+def _trees(group: Sequence[int], prompts: Sequence[int], completions: Sequence[int], pack_tokens: int) -> list[Tree]:
     """Split the rows of one prompt into trees of at most ``pack_tokens``, longest first; a longer row has its own."""
-    trees: list[_Tree] = []
+    trees: list[Tree] = []
     for row in sorted(group, key=lambda row: -completions[row]):
         if trees and trees[-1].size + completions[row] <= pack_tokens:
-            trees[-1] = _Tree((*trees[-1].rows, row), trees[-1].size + completions[row])
+            trees[-1] = Tree((*trees[-1].rows, row), trees[-1].size + completions[row])
         else:
-            trees.append(_Tree((row,), prompts[row] + completions[row]))
+            trees.append(Tree((row,), prompts[row] + completions[row]))
     return trees
 
 
-def _bins(trees: list[_Tree], pack_tokens: int) -> list[list[_Tree]]:
+def _bins(trees: list[Tree], pack_tokens: int) -> list[list[Tree]]:
     """Distribute the trees over bins of ``pack_tokens``: the largest first, each into the first bin with room."""
-    bins: list[list[_Tree]] = []
+    bins: list[list[Tree]] = []
     sizes: list[int] = []
     for tree in sorted(trees, key=lambda tree: -tree.size):
         fits = next((i for i, size in enumerate(sizes) if size + tree.size <= pack_tokens), None)
@@ -116,7 +127,7 @@ def _bins(trees: list[_Tree], pack_tokens: int) -> list[list[_Tree]]:
     return bins
 
 
-def _packed_row(trees: Sequence[_Tree], input_ids: torch.Tensor, is_real: torch.Tensor, completion: int) -> PackedRow:
+def _packed_row(trees: Sequence[Tree], input_ids: torch.Tensor, is_real: torch.Tensor, completion: int) -> PackedRow:
     segments: list[Segment] = []
     tokens: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
