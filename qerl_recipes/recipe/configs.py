@@ -214,7 +214,6 @@ class GRPOConfig(trl.GRPOConfig):
         "gradient_accumulation_steps it is TRL's: the micro-batches of a rollout.",
     )
     splits_by_tokens: bool = field(default=False, init=False)  # is each packed row a micro-batch of its own?
-    takes_turns: bool = field(default=False, init=False)  # set by parse: are there tools or environments?
     skip_zero_advantage: bool | None = key(
         None,
         "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
@@ -531,7 +530,6 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
     model.names_adapter = any(key.startswith(("lora_", "use_peft", "use_rslora")) for key in set_keys)
     if script.environments is not None and "reward_funcs" not in set_keys:
         script.reward_funcs = []  # an environment scores by itself; the default rewards are for mathematics
-    training.takes_turns = bool(script.tools or script.environments)
     if training.vllm_max_model_length is None and script.max_prompt_length is not None:
         training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
     return script, training, model

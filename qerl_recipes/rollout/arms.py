@@ -10,7 +10,6 @@ from typing import Any
 from qerl_recipes.files.adapter import engine_rank
 from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.environment import runs_on_cuda
-from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.recipe.shapes import ATTENTION
 from qerl_vllm_plugin.weights.expected import experts
 
@@ -23,21 +22,8 @@ ENGINE_ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
 
 def engine_on_cpu(base: str) -> dict[str, Any]:
     """Return ENGINE_ON_CPU; linear attention also goes without a prefix cache, for which vLLM needs chunked prefill."""
-    is_hybrid = _has_linear_attention(read_config(base))
+    is_hybrid = "linear_attention" in (read_config(base).get("layer_types") or ())
     return {**ENGINE_ON_CPU, **({"enable_prefix_caching": False} if is_hybrid else {})}
-
-
-def reads_in_graphs(config: Mapping[str, Any], gpu: Gpu | None) -> bool:
-    """Say whether vLLM can capture a step that reads a tool's answer while other sequences decode as one graph.
-
-    FlashAttention 3 can, which vLLM takes on Hopper. Elsewhere ``cudagraph_mode: FULL`` makes such steps slower: vLLM
-    goes back to FULL_AND_PIECEWISE, but has by then compiled the pieces without graphs.
-    """
-    return gpu is not None and gpu.is_hopper and not _has_linear_attention(config)
-
-
-def _has_linear_attention(config: Mapping[str, Any]) -> bool:
-    return "linear_attention" in (config.get("layer_types") or ())
 
 
 def engine_options(arm: str, rank: int | None, config: Mapping[str, Any]) -> dict[str, Any]:

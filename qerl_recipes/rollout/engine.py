@@ -19,7 +19,7 @@ from qerl_recipes.memory.sizes import measure
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout import sampling
-from qerl_recipes.rollout.arms import engine_on_cpu, engine_options, reads_in_graphs
+from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Profiler, Snapshot
 from qerl_recipes.rollout.sampling import Completion, Ended, Follow, Request, SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
@@ -222,8 +222,6 @@ class VLLMRollouts(SeededRollouts):
             options |= engine_on_cpu(base)
         else:
             options["max_num_batched_tokens"] = estimates.ENGINE_TOKENS  # vLLM reserves memory for a batch of so many
-            if training.takes_turns and reads_in_graphs(read_config(base), this_gpu()):
-                options["compilation_config"] = {"cudagraph_mode": "FULL"}
             counts_twice = training.vllm_enable_sleep_mode and not engine.counts_released_memory()
             if counts_twice or training.vllm_kv_cache_memory_bytes is not None:
                 options |= self._planned_cache(base, rank, dtype)

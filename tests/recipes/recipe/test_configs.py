@@ -429,12 +429,6 @@ def test_batches_follow_from_what_a_recipe_names(text, tmp_path):
     assert training.splits_by_tokens == (training.pack_tokens in (-1, 99))
 
 
-@pytest.mark.parametrize("text", ["tools: [calculator]\n", "environments: my_package.Walk\n", ""])
-def test_an_engine_learns_whether_its_completions_take_turns(text, tmp_path):
-    _, training, _ = parse(recipe(tmp_path, f"output_dir: unused\n{text}"))
-    assert training.takes_turns == bool(text)
-
-
 def test_a_rollout_is_shared_by_all_processes(monkeypatch):
     monkeypatch.setattr(configs.GRPOConfig, "world_size", 4)
     flags = ["--output_dir", "unused", "--generation_batch_size", "64", "--steps_per_generation", "2"]

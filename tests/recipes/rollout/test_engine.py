@@ -12,8 +12,6 @@ from accelerate import Accelerator
 from peft.utils import get_peft_model_state_dict
 from vllm import SamplingParams
 
-from qerl_recipes.files.base_model import read_config
-from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
 from qerl_recipes.recipe.configs import GRPOConfig
@@ -268,27 +266,6 @@ def test_processes_that_share_an_engine_have_its_seed(engine, make_nvfp4, monkey
         return engine._options(str(make_nvfp4("qwen2")), 4, torch.float32)["seed"]
 
     assert [seed(process) for process in range(4)] == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("takes_turns", "is_hopper", "layers", "expected"),
-    [
-        pytest.param(True, True, "full_attention", {"cudagraph_mode": "FULL"}, id="tools"),
-        pytest.param(False, True, "full_attention", None, id="no tools"),
-        pytest.param(True, False, "full_attention", None, id="FlashAttention 2"),
-        pytest.param(True, True, "linear_attention", None, id="linear attention"),
-    ],
-)
-def test_steps_that_read_beside_decoding_are_one_graph_where_vllm_can(
-    takes_turns, is_hopper, layers, expected, engine, monkeypatch
-):
-    monkeypatch.setattr(engine._training, "takes_turns", takes_turns)
-    folder = engine.llm.llm_engine.model_config.model
-    assert "compilation_config" not in engine._options(folder, 4, torch.float32), "a CPU has no graphs"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engine_module, "this_gpu", lambda: Gpu(80 * 10**9, is_hopper))
-    monkeypatch.setattr(engine_module, "read_config", lambda path: read_config(path) | {"layer_types": [layers]})
-    assert engine._options(folder, 4, torch.float32).get("compilation_config") == expected
 
 
 def test_given_tokens_are_scored_with_the_adapter_that_vllm_holds_in_a_slot(engine, monkeypatch):
