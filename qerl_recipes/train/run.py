@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has
     from peft import PeftConfig
     from transformers import PreTrainedModel
 
-    from qerl_recipes.hooks import StartEngine
+    from qerl_recipes.hooks import Snapshot, StartEngine
     from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
     from qerl_recipes.train.preflight import Checked, Preflight
     from qerl_recipes.train.trainer import QerlGRPOTrainer
@@ -191,14 +192,20 @@ def assemble(
     start_engine: StartEngine = find("qerl_rollout_engines", training.rollout_engine)
     times = times or StartTimes()
     times.end("imports")
-    built: list[QerlGRPOTrainer] = []
+    built: list[weakref.ref[QerlGRPOTrainer]] = []
+
+    def snapshot() -> "Snapshot":
+        trainer = built[0]()
+        assert trainer is not None  # only the trainer asks for it
+        return trainer.snapshot()
+
     with contextlib.ExitStack() as on_failure:
         engine = start_engine(
             str(base),
             training,
             rank=adapter.r,
             dtype=dtype,
-            snapshot=lambda: built[0].snapshot(),
+            snapshot=snapshot,
             accelerator=training.distributed_state,
         )
         on_failure.callback(engine.close)
@@ -211,10 +218,12 @@ def assemble(
             policy = PeftModel.from_pretrained(policy, str(start), is_trainable=True)
             norms.load_norms(policy, start)
         trainer_arguments["peft_config"] = adapter if start is None else None
-        built.append(QerlGRPOTrainer(policy, args=training, engine=engine, **trainer_arguments))
+        trainer = QerlGRPOTrainer(policy, args=training, engine=engine, **trainer_arguments)
+        # vLLM takes what an engine holds out of garbage collection (gc.freeze), so that must not hold the trainer
+        built.append(weakref.ref(trainer))
         on_failure.pop_all()
     times.end("trainer's model")
-    return built[0]
+    return trainer
 
 
 class StartTimes:

@@ -123,7 +123,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
 
     def close() -> None:
         while made:
-            made.pop().vllm_generation.close()
+            made.pop().close()
 
     def make(
         base: Path,
@@ -168,7 +168,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
                 eval_dataset=problems(8, 1) if args.eval_strategy != "no" else None,
                 **arguments,
             )
-        made.append(trainer)
+        made.append(trainer.vllm_generation)
         return trainer
 
     try:

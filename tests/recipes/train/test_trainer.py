@@ -1,5 +1,7 @@
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -107,6 +109,16 @@ def test_a_snapshot_is_pefts_state_dict_without_a_copy(make_trainer, make_nvfp4,
     found = resumed.snapshot().tensors
     assert list(found) == list(expected)
     assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in expected.items())
+
+
+def test_a_trainer_that_nobody_holds_is_freed_though_its_engine_runs(make_trainer, make_nvfp4):
+    """Check an engine of vLLM's, which takes the objects of its time out of garbage collection."""
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=1)
+    trainer.train()
+    held = [weakref.ref(one) for one in (trainer, trainer.model, trainer.optimizer)]
+    del trainer
+    getattr(gc, "everything", gc.collect)()
+    assert [one() for one in held] == [None] * 3
 
 
 @pytest.mark.parametrize(("checkpointed", "forwards"), [(None, [4, 4]), (1, [4, 2])])

@@ -426,6 +426,7 @@ def test_a_text_of_reset_that_does_not_fit_is_said(train):
         ({"environment_factory": calling.Walk, "train_dataset": None}, {"max_steps": -1}, "`max_steps` must be set"),
         ({"environment_factory": Silent}, {"reward": []}, "No reward source"),
         ({"environment_factory": SimpleNamespace}, {}, "must define a callable `reset`"),
+        ({"rollout_func": lambda prompts, trainer: {"prompt_ids": []}}, {}, r"must return keys .*completion_ids"),
         ({**TOOLS, "train_dataset": Dataset.from_dict({"prompt": ["1+2="]})}, {}, "and these are texts; write each as"),
     ],
 )
