@@ -2,6 +2,7 @@
 two ranks.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -31,20 +32,36 @@ KEYS = (
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_three_steps_of_main_ppo(run_process, tmp_path, tensor_parallel):
+@pytest.fixture
+def run(run_process, tmp_path):
+    """Return run(length, tensor_parallel, extra, gpus, **environment), which trains three steps and checks them."""
     import verl_run
 
-    verl_run.write(tmp_path, "cpu", num_attention_heads=2, num_key_value_heads=2, **SIZES)
-    fixtures = REPOSITORY / "tests" / "fixtures" / "verl"
-    path = [str(fixtures), str(REPOSITORY), str(REPOSITORY / "kernels"), os.environ.get("PYTHONPATH", "")]
-    line = verl_run.command(
-        tmp_path,
-        gpus=2,
-        tensor_parallel=tensor_parallel,
-        prompts=4,
-        length=16,
-        extra=(*KEYS, "+ray_kwargs.ray_init.num_gpus=2"),
-    )
-    run_process(line, tmp_path / "log", seconds=560, **ON_A_CPU, PYTHONPATH=os.pathsep.join(path))
-    verl_run.check(*verl_run.events(tmp_path / "log"), engines=2 // tensor_parallel)
+    def train(length, tensor_parallel, extra=(), gpus=2, **environment):
+        verl_run.write(tmp_path, "cpu", num_attention_heads=2, num_key_value_heads=2, **SIZES)
+        fixtures = REPOSITORY / "tests" / "fixtures" / "verl"
+        path = [str(fixtures), str(REPOSITORY), str(REPOSITORY / "kernels"), os.environ.get("PYTHONPATH", "")]
+        environment = {**ON_A_CPU, **environment, "PYTHONPATH": os.pathsep.join(path)}
+        extra = (*KEYS, f"+ray_kwargs.ray_init.num_gpus={gpus}", *extra)
+        sizes = {"gpus": gpus, "tensor_parallel": tensor_parallel, "prompts": 4, "length": length}
+        run_process(verl_run.command(tmp_path, **sizes, extra=extra), tmp_path / "log", seconds=560, **environment)
+        verl_run.check(*verl_run.events(tmp_path / "log"), engines=gpus // tensor_parallel)
+
+    return train
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_three_steps_of_main_ppo(run, tensor_parallel):
+    run(16, tensor_parallel)
+
+
+def test_episodes_with_a_tool_keep_the_policy_of_their_step(run, tmp_path):
+    """Check verl's own loop with tools: ``run`` checks noise, adapters and the mismatch of sampled tokens."""
+    import verl_turns
+
+    run(48, 1, verl_turns.keys(tmp_path, turns=3), gpus=1, VERL_TURNS=str(tmp_path / "turns"))
+    played = [json.loads(line) for line in (tmp_path / "turns").read_text().splitlines()]
+    assert all(len({*one["versions"], one["noted"]}) == 1 for one in played), "one policy an episode"
+    assert {one["noted"] for one in played} == {1, 2, 3, 4}
+    several = [one for one in played if len(one["versions"]) == 3]
+    assert len(several) > len(played) / 2 and all(one["read"] == 6 for one in several if one["sampled"] < 42)
