@@ -15,6 +15,7 @@ ON_A_CPU = {
     "VERL_ENGINE_DEVICE": "cuda",
     "VERL_ENGINE_VENDOR": "nvidia",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # by default Ray's processes give way to all others of the machine
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
