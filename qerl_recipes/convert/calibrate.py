@@ -61,13 +61,14 @@ def write_own_answers(
         raise ValueError(f"{folder} has NVFP4 weights already; name the BF16 model as --model_name_or_path")
     tokenizer = prompts.tokenizer(folder, training)
     data = prompts.read(script, collect("qerl_datasets"))
-    rows, _ = prompts.load(script, tokenizer, data, training.chat_template_kwargs)
+    options = training.chat_template_kwargs or {}
+    rows, _ = prompts.load(script, tokenizer, data, options)
     if len(rows) < samples:
         raise ValueError(f"--samples is {samples}, and the recipe has {len(rows)} training problems; lower it")
     rows = rows.select(range(samples))
     positions = most_positions(read_config(folder))
-    prompts.refuse_long_prompts({"training": rows}, tokenizer, script, training, positions)
-    prompt_ids = [prompts.ids(prompt, tokenizer, training.chat_template_kwargs or {}) for prompt in rows["prompt"]]
+    prompts.refuse_long_prompts({"training": rows}, tokenizer, script, training, positions, options)
+    prompt_ids = [prompts.ids(prompt, tokenizer, options) for prompt in rows["prompt"]]
     engine = EngineSettings(
         folder,
         "bf16",

@@ -146,7 +146,7 @@ def load(
     script: ScriptArguments,
     tokenizer: PreTrainedTokenizerBase,
     rows: Splits,
-    template_options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any],
     interaction: Interaction = WITHOUT_CALLS,
 ) -> Splits:
     """Return ``rows`` of ``read`` for the trainer, with ``prompt`` as a list of messages if there is a chat template.
@@ -155,7 +155,6 @@ def load(
     the rollout will see them, are left out. Raises ConfigError for messages or a ``system_prompt`` without a chat
     template, and for a template that leaves out the problem.
     """
-    options = template_options or {}
     conversations = map_splits(rows, lambda data: _conversational(data, script, tokenizer, options))
     return map_splits(conversations, lambda data: _fitting(data, script, tokenizer, options, interaction))
 
@@ -239,7 +238,7 @@ def refuse_long_prompts(
     script: ScriptArguments,
     training: GRPOConfig,
     positions: int | None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any],
     interaction: Interaction = WITHOUT_CALLS,
 ) -> None:
     """Raise ConfigError if prompts of ``data`` leave less than ``max_completion_length`` tokens of a sequence.
@@ -254,7 +253,6 @@ def refuse_long_prompts(
     if limit is None or script.max_prompt_length is not None:
         return
     room = limit - training.max_completion_length
-    options = (training.chat_template_kwargs or {}) if options is None else options
     for name, problems in data.items():
         lengths = [] if problems is None else counts(problems, tokenizer, options, interaction)
         if too_long := [count for count in lengths if count > room]:

@@ -27,7 +27,7 @@ def load(chat_template=None, options=None, **settings):
     """Return the training problems for a tokenizer with this chat template."""
     script, tokenizer = ScriptArguments(**settings), running_sum.tokenizer()
     tokenizer.chat_template = chat_template
-    return prompts.load(script, tokenizer, prompts.read(script, LOADERS), options)[0]
+    return prompts.load(script, tokenizer, prompts.read(script, LOADERS), options or {})[0]
 
 
 @pytest.fixture
