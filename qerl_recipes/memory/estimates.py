@@ -160,8 +160,9 @@ class Engine:
     def scratch(self) -> int:
         """Return the bytes of temporary tensors."""
         expands = self.training.quantization != "bf16"
-        drafts = self.training.vllm_speculative_config or {}
-        rows = sequences(self.training) * (1 + drafts.get("num_speculative_tokens", 0))
+        drafts = self.training.vllm_speculative_config
+        drafted = drafts.get("num_speculative_tokens", 0) if isinstance(drafts, dict) else 0
+        rows = sequences(self.training) * (1 + drafted)
         return engine_scratch(self.size, rows, expands=expands, itemsize=self.itemsize)
 
     @property

@@ -213,7 +213,7 @@ class VLLMRollouts(SeededRollouts):
             "disable_log_stats": True,
             "scheduler_cls": scheduler.NAME,  # schedules the same as vLLM's, in less time
         }
-        if (drafts := training.vllm_speculative_config) is not None:
+        if isinstance(drafts := training.vllm_speculative_config, dict):
             # of earlier completions a resumed run has none, and would draft and draw otherwise
             without_history = {"suffix_decoding_max_cached_requests": 0} if drafts["method"] == "suffix" else {}
             options["speculative_config"] = {**drafts, **without_history}
