@@ -20,7 +20,7 @@ from qerl_recipes.convert.shards import copy_other_files, naming_target, repack,
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, inspect_folder, weights_taken
-from qerl_vllm_plugin.weights.families import never_compared
+from qerl_vllm_plugin.weights.families import WITHOUT_NVFP4, never_compared
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
@@ -136,6 +136,8 @@ def quantize_checkpoint(
             )
         _warn_of_family(report)
         return _take_over(report, str(source), target, overwrite)
+    if reason := WITHOUT_NVFP4.get(str(report.config.get("model_type"))):
+        raise CheckpointError(f"{folder} is a {report.config['model_type']}: {reason}")
     plan = make_plan(report, ignore)
     if not plan.linears:
         raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")

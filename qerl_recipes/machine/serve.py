@@ -21,8 +21,10 @@ from pathlib import Path
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
+from qerl_vllm_plugin import NAME
 from qerl_vllm_plugin.options import NO_WEIGHT_TRANSFER, Options
 from qerl_vllm_plugin.weights.checkpoint import check_overrides, inspect_folder
+from qerl_vllm_plugin.weights.families import check_family
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 PORT = 8000  # vLLM's
@@ -43,8 +45,8 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
 
     Raises CheckpointError for a folder that does not exist, which vLLM would look for on the hub, and for a damaged
     one. The same holds for a checkpoint that quantizes more than weights, unless ``arguments`` ask for weight_only.
-    Raises ValueError for --weight-transfer-config, and for contents of --additional-config and --hf-overrides that the
-    engine refuses.
+    Raises ValueError for --weight-transfer-config, for contents of --additional-config and --hf-overrides that the
+    engine refuses, and for the folder of a model family that it refuses.
     """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
     for flag, text in _flags(arguments):
@@ -60,6 +62,12 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
     if folder.is_dir():
         # With --config the flags are in a file. The engine that reads it then refuses what was not asked for.
         weight_only = any("weight_only" in argument or argument.startswith("--config") for argument in arguments)
+        untested = any("untested_models" in argument or argument.startswith("--config") for argument in arguments)
+        kind = None
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # inspect_folder says what is wrong with it
+            kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if kind is not None and dict(_flags(arguments)).get("quantization", NAME) == NAME:
+            check_family(str(kind), untested)
         inspect_folder(folder, weight_only=weight_only)
 
 

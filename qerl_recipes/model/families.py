@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qerl_recipes.recipe.generation import wrong_bias
 from qerl_vllm_plugin.weights.checkpoint import read_quantization
 from qerl_vllm_plugin.weights.expected import experts
-from qerl_vllm_plugin.weights.families import FAMILIES, WITHOUT_SLOTS, of_images
+from qerl_vllm_plugin.weights.families import FAMILIES, WITHOUT_NVFP4, WITHOUT_SLOTS, of_images
 
 if TYPE_CHECKING:  # it imports TRL, which a trainer of another stack does not need
     from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
@@ -77,6 +77,9 @@ def _family_misfits(
     kind, arm = str(config.get("model_type")), training.quantization
     if reason := of_images(config):
         yield f"model_name_or_path: {name}: {reason}"
+    elif arm == "qerl_nvfp4" and kind in WITHOUT_NVFP4:
+        yield f"model_name_or_path: {name} is a {kind}: {WITHOUT_NVFP4[kind]}"
+        return
     elif arm == "qerl_nvfp4" and kind not in FAMILIES:
         yield (
             f"model_name_or_path: {name} is a {kind}, a family that was never compared with transformers under "

@@ -29,6 +29,11 @@ KEPT = {"qwen3_5_text": (r"re:.*\.linear_attn\.in_proj_[ab]$",)}
 WITHOUT_SLOTS = ("qwen3_5_text",)
 # vision-language models -> the family of their language model, which `qerl text-model` extracts
 LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+# families of which no NVFP4 checkpoint can be made here -> why, and what to do
+WITHOUT_NVFP4 = {
+    "gpt_oss": "its experts lie in one tensor a projection, with biases, which nothing here packs as NVFP4; its own "
+    "MXFP4 weights are 4-bit already: serve them with vLLM's own method, without --quantization qerl_nvfp4",
+}
 ANYWAY = """--additional-config '{"qerl": {"untested_models": true}}'"""
 
 
@@ -55,6 +60,8 @@ def never_compared(model_type: object) -> str:
         return f"{of_images({'model_type': model_type})}. {ANYWAY} serves all of it untested"
     if model_type in FAMILIES:
         return ""
+    if model_type in WITHOUT_NVFP4:
+        return f"model_type {model_type!r}: {WITHOUT_NVFP4[str(model_type)]}"
     return (
         f"model_type {model_type!r}: qerl_nvfp4 was never compared with transformers on this family; tested are "
         f"{', '.join(FAMILIES)}. {ANYWAY} serves it all the same: compare its answers before you rely on them"
@@ -62,6 +69,6 @@ def never_compared(model_type: object) -> str:
 
 
 def check_family(model_type: str, untested_models: bool) -> None:
-    """Raise ValueError for a family that was never compared, unless ``untested_models`` is true."""
-    if (reason := never_compared(model_type)) and not untested_models:
+    """Raise ValueError for a family without NVFP4, and for one never compared unless ``untested_models`` is true."""
+    if (reason := never_compared(model_type)) and (model_type in WITHOUT_NVFP4 or not untested_models):
         raise ValueError(reason)

@@ -103,6 +103,12 @@ def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference
         assert measure.difference(measure.engine(packed), measure.hf(hf)) < TOLERANCE
 
 
+def test_a_family_without_nvfp4_is_refused_whatever_is_asked_for(boot, make_bf16):
+    folder = make_bf16("gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=r"model_type 'gpt_oss': its experts .* MXFP4"):
+        boot(folder, additional_config={"qerl": {"untested_models": True}})
+
+
 def test_other_families_are_refused_unless_asked_for(boot, make_bf16, make_nvfp4, measure):
     folders = [make("starcoder2", num_attention_heads=2, head_dim=32) for make in (make_nvfp4, make_bf16)]
     for folder in folders:

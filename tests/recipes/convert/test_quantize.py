@@ -290,6 +290,13 @@ def test_a_family_that_is_not_served_is_packed_with_one_warning(dense, tmp_path)
     assert len(said) == 1 and inspect_folder(target).scheme is not None
 
 
+def test_gpt_oss_is_refused_by_name(make_bf16, tmp_path):
+    source = make_bf16("gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(CheckpointError, match="is a gpt_oss: its experts lie in one tensor"):
+        quantize_checkpoint(source, tmp_path / "nvfp4")
+    assert not (tmp_path / "nvfp4").exists()
+
+
 def test_an_architecture_without_linear_layers_is_not_supported(tmp_path):
     """Refuse GPT-2, whose layers are Conv1D with transposed weights."""
     from transformers import GPT2Config, GPT2LMHeadModel

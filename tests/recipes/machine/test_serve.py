@@ -1,5 +1,6 @@
 """Test ``qerl serve``: which models it refuses before the server starts, and the command that it makes."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -19,11 +20,51 @@ def test_a_folder_that_is_not_there_is_refused_before_the_hub_is_asked(model, tm
         serve.check(model)
 
 
+@pytest.fixture
+def edited_config(make_bf16, tmp_path):
+    """Return edited_config(**entries), which copies a checkpoint and changes its config.json."""
+
+    def edited(**entries):
+        folder = shutil.copytree(make_bf16("qwen2"), tmp_path / "copy")
+        config = json.loads((folder / "config.json").read_text()) | entries
+        given = {name: value for name, value in config.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(given))
+        return folder
+
+    return edited
+
+
 def test_folders_and_model_ids_pass(make_nvfp4, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(make_nvfp4("qwen2"), tmp_path / "runs/base")
     for model in ("runs/base", str(tmp_path / "runs/base"), "Qwen/Qwen2.5-7B-Instruct", "gpt2"):
         serve.check(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("gpt_oss", [], "model_type 'gpt_oss': its experts"),
+        (
+            "gpt_oss",
+            ["--additional-config", '{"qerl": {"untested_models": true}}'],
+            "model_type 'gpt_oss': its experts",
+        ),
+        ("gemma4_text", [], "model_type 'gemma4_text': qerl_nvfp4 was never compared"),
+        ("qwen3_5_moe_text", [], "model_type 'qwen3_5_moe_text': qerl_nvfp4 was never compared"),
+        ("gemma4_text", ["--additional-config", '{"qerl": {"untested_models": true}}'], ""),
+        ("gemma4_text", ["--quantization", "fp8"], ""),
+    ],
+)
+def test_a_family_is_refused_before_the_server_starts(kind, options, said, edited_config):
+    folder = edited_config(
+        model_type=kind, quantization_config={"quant_method": "mxfp4"} if kind == "gpt_oss" else None
+    )
+    if said:
+        with pytest.raises(ValueError, match=said):
+            serve.check(str(folder), options)
+    else:
+        serve.check(str(folder), options)
 
 
 @pytest.mark.parametrize("disabled", ["1", "0"])

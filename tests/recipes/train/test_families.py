@@ -125,9 +125,16 @@ def test_a_family_that_is_not_trained_is_refused_before_anything_is_built(family
         loading.load(folder, quantization="qerl_nvfp4")
 
 
-def test_a_family_that_was_never_compared_is_refused(make_bf16, write_recipe):
-    folder = make_bf16("starcoder2", num_attention_heads=2, head_dim=32)
-    with pytest.raises(ValueError, match="a starcoder2, a family that was never compared"):
+@pytest.mark.parametrize(
+    ("family", "sizes", "said"),
+    [
+        ("starcoder2", {"num_attention_heads": 2}, "a starcoder2, a family that was never compared"),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "a gpt_oss: its experts lie in one tensor"),
+    ],
+)
+def test_a_family_that_was_never_compared_is_refused(family, sizes, said, make_bf16, write_recipe):
+    folder = make_bf16(family, **sizes)
+    with pytest.raises(ValueError, match=said):
         check(*parse(["--config", write_recipe(model_name_or_path=str(folder))]))
 
 
