@@ -17,6 +17,7 @@ EVERYWHERE = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "TRL_EXPERIMENTAL_SILENCE": "1",  # it warns of tools' environments at each start, which are documented here
 }
 # One process and one thread make a run on a CPU repeatable bit for bit. Small models start ten times faster without
 # torch.compile. The KV cache is in GiB; by default vLLM would take half of the memory. Torch's C++ part warns on a CPU
