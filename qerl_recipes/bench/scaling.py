@@ -10,6 +10,7 @@ import heapq
 import itertools
 import json
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Any
 
 from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.results import conditions, save, table
-from qerl_recipes.recipe.shapes import SHAPES, Shape
+from qerl_recipes.recipe.shapes import SHAPES, Shape, as_config
 
 RESULTS = Path(__file__).parents[2] / "kernels/results"  # in a checkout
 ARM = "qerl_nvfp4"
@@ -58,18 +59,6 @@ class Parts:
         return float(numpy.interp(sequences, list(self.decode), list(self.decode.values())))
 
 
-def linears(shape: Shape) -> list[tuple[int, int]]:
-    """Return the inputs and outputs of the linears of one block."""
-    kv = shape.kv_heads * shape.head_dim
-    attention = [(shape.hidden, shape.hidden), (shape.hidden, kv), (shape.hidden, kv), (shape.hidden, shape.hidden)]
-    return attention + [(shape.hidden, shape.intermediate)] * 2 + [(shape.intermediate, shape.hidden)]
-
-
-def adapter_bytes(shape: Shape, rank: int = 32) -> int:
-    """Return the bytes of an fp32 adapter on every linear."""
-    return 4 * rank * shape.layers * sum(map(sum, linears(shape)))
-
-
 def measured(shape: str, results: Path = RESULTS) -> Parts:
     """Return the parts of a shape from the committed files.
 
@@ -77,10 +66,18 @@ def measured(shape: str, results: Path = RESULTS) -> Parts:
     of a checkout, and ValueError for a shape of which there are no files.
     """
     if shape in SCALED:
+        from qerl_recipes.memory import sizes
+
         smaller, large = SCALED[shape]
-        small = SHAPES[smaller]
-        sizes = [one.layers * sum(map(math.prod, linears(one))) for one in (large, small)]
-        return scaled(measured(smaller, results), sizes[0] / sizes[1], adapter_bytes(large))
+        parts = measured(smaller, results)
+        of_both = [sizes.measure(as_config(one)).linears for one in (large, SHAPES[smaller])]
+        weights, adapters = (
+            operator.truediv(*(sum(count(linear.N, linear.K) for linear in linears) for linears in of_both))
+            for count in (operator.mul, operator.add)
+        )
+        times = {name: weights * getattr(parts, name) for name in ("prefill", "training", "overhead", "rest")}
+        decode = {sequences: weights * seconds for sequences, seconds in parts.decode.items()}
+        return Parts(decode=decode, push=adapters * parts.push, adapter=round(adapters * parts.adapter), **times)
     if shape not in FILES:
         raise ValueError(f"shape {shape!r} has no measured parts; known: {', '.join([*FILES, *SCALED])}")
     try:
@@ -102,18 +99,6 @@ def measured(shape: str, results: Path = RESULTS) -> Parts:
     )
     own = rollout_seconds(alone, [train["completion"]] * sequences, train["prompt"], sequences)
     return replace(alone, overhead=seconds["rollout"] - own)
-
-
-def scaled(parts: Parts, ratio: float, adapter: int) -> Parts:
-    """Return the parts of a model with ``ratio`` times the parameters."""
-    times = ("prefill", "training", "overhead", "rest")
-    return replace(
-        parts,
-        decode={size: ratio * seconds for size, seconds in parts.decode.items()},
-        push=parts.push * adapter / parts.adapter,
-        adapter=adapter,
-        **{name: ratio * getattr(parts, name) for name in times},
-    )
 
 
 def rollout_seconds(parts: Parts, lengths: Sequence[int], prompt: int, at_a_time: int) -> float:
