@@ -229,7 +229,11 @@ def export(
 def doctor(
     context: typer.Context,
     recipe: Annotated[
-        Path | None, typer.Option(help="Plan the GPU memory of this recipe; flags of `qerl train` may follow.")
+        Path | None,
+        typer.Option(
+            help="Plan the GPU memory of this recipe, or show which completions fit for a folder of them; flags of "
+            "`qerl train` may follow."
+        ),
     ] = None,
     gpu_memory: Annotated[
         float | None, typer.Option(help="Plan for this many GB; default: this machine's GPU.")

@@ -41,9 +41,6 @@ GPUS = {
     "H100": "the kernels were tested; engine and trainer on the H200 alone, which is of the same kind",
     **dict.fromkeys(("A100", "L40S", "RTX 4090", "RTX 5090", "B200"), "not tested"),
 }
-# (GPU memory in GB, the largest model whose recipe is sized for it)
-RECIPES = ((80, "Qwen2.5-32B-Instruct"), (48, "Qwen2.5-7B-Instruct"), (24, "Qwen2.5-3B-Instruct"))
-SPARE = 0.9  # programs get at least 0.9 of a board's memory
 
 
 @dataclass
@@ -113,7 +110,6 @@ def add_device(report: Report) -> None:
         if environment.has_cuda_device(os.environ):
             report.rows.append(("", "", "there is an NVIDIA GPU, but this torch is built for CPUs"))
         report.rows.append(("kernel", REFERENCE, "the readable reference"))
-        report.rows.append(("largest recipe", "demo", "recipes/demo"))
         return
     report.rows.append(("driver", driver_version(), f"CUDA {torch.version.cuda}"))
     for index in range(torch.cuda.device_count()):
@@ -141,7 +137,6 @@ def add_device(report: Report) -> None:
 
             remark = untuned(index)
             report.rows.append(("choice of kernels", "carried over" if remark else "fitted on this GPU", remark or ""))
-        report.rows.append(("largest recipe", largest_recipe(memory) or "none", "sized for, not measured"))
 
 
 def engine_config(**options: Any) -> Any:
@@ -176,11 +171,6 @@ def add_engine(report: Report, config: Any) -> None:
 def tested_as(name: str) -> str:
     """Say what was tested on a device, given the name that its driver reports."""
     return next((f"{model}: {tested}" for model, tested in GPUS.items() if model in name), "an unknown GPU: not tested")
-
-
-def largest_recipe(memory_gb: float) -> str | None:
-    """Return the largest model of recipes/ that is sized for so many GB; None for less than a 24 GB board."""
-    return next((recipe for size, recipe in RECIPES if memory_gb >= SPARE * size), None)
 
 
 def driver_version() -> str:

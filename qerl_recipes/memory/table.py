@@ -1,20 +1,25 @@
-"""Show a memory plan: as the table of ``qerl doctor --recipe``, and in the message of an out-of-memory error."""
+"""Show memory plans: as the tables of ``qerl doctor --recipe``, and in the message of an out-of-memory error."""
 
+import bisect
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from qerl_recipes.files.run_state import what_is_kept, whole_checkpoints
 from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, this_gpu
-from qerl_recipes.memory.plan import PHASES, Plan, make
+from qerl_recipes.memory.estimates import sequences
+from qerl_recipes.memory.plan import PHASES, SPARE, Plan, make
 
-COMMON_SIZES = (24, 48, 80, 141)  # GB of GPUs on the market
+COMMON_SIZES = (24, 32, 48, 80, 141)  # GB of GPUs on the market
 SMALLEST_HOPPER = 80  # GB
+ARM, COMPLETIONS, STEP = "nvfp4_lora.yaml", 8, 256  # of the table of a folder; lengths are multiples of STEP
 # of an out-of-memory error in messages of vLLM's allocator, CUDA and cuBLAS
 SIGNS = ("out of memory", "cublas_status_alloc_failed")
 
@@ -22,8 +27,9 @@ SIGNS = ("out of memory", "cublas_status_alloc_failed")
 def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) -> int:
     """Print the memory plan of a recipe, and return the exit status: 0 if the run fits, else 1.
 
-    The plan is for a GPU of ``memory_gb`` or, by default, for this machine's GPU. On a machine without a GPU, it is
-    made for common sizes. The table then shows the smallest one that fits, or else the largest.
+    Of a folder of recipes ``what_fits`` is printed. The plan is for a GPU of ``memory_gb`` or, by default, for this
+    machine's GPU. On a machine without a GPU, it is made for common sizes. The table then shows the smallest one that
+    fits, or else the largest.
 
     ``overrides`` are flags of ``qerl train``. Raises ValueError for an unreadable recipe, and unless ``memory_gb`` is
     above 0.
@@ -37,6 +43,9 @@ def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) 
         gpus = [Gpu(int(memory_gb * GB), here.is_hopper if here else memory_gb >= SMALLEST_HOPPER)]
     else:
         gpus = [here] if here else [Gpu(size * GB, size >= SMALLEST_HOPPER) for size in COMMON_SIZES]
+    if recipe.is_dir():
+        console.print(what_fits(recipe, overrides, gpus))
+        return 0
     settings = parse(["--config", str(recipe), *overrides])
     plans = [make(*settings, gpu=gpu) for gpu in gpus]
     shown = next((plan for plan in plans if plan.fits), plans[-1])
@@ -46,6 +55,54 @@ def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) 
     for plan in plans:
         console.print(verdict(plan), style="" if plan.fits else "bold red", markup=False, soft_wrap=True)
     return 0 if shown.fits else 1
+
+
+def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Table:
+    """Return a table of the longest completion that each model of ``folder`` can train with on each GPU.
+
+    The models are those with a recipe for NVFP4 whose sizes are known here. ``overrides`` are flags of ``qerl train``.
+    """
+    from qerl_recipes.memory.sizes import measure
+    from qerl_recipes.recipe.configs import parse
+    from qerl_recipes.recipe.file import read_yaml
+    from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
+
+    rows = []
+    for recipe in folder.glob(f"*/grpo/{ARM}"):
+        if (shape := BY_MODEL_ID.get(read_yaml(recipe)["model_name_or_path"])) is not None:
+            config = as_config(shape)
+            settings = parse(["--config", str(recipe), "--generation_batch_size", str(COMPLETIONS), *overrides])
+            cells = [f"{longest:,}" if (longest := longest_completion(settings, gpu, config)) else "-" for gpu in gpus]
+            rows.append((measure(config).parameters, [recipe.parts[-3], *cells]))
+    title = f"tokens of the longest completion that trains, {COMPLETIONS} in a step unless a flag says otherwise"
+    view = Table(title=title, title_justify="left", box=box.MARKDOWN)
+    view.add_column("model", no_wrap=True)
+    for gpu in gpus:
+        view.add_column(f"{gpu.memory / GB:.0f} GB", justify="right")
+    for _, row in sorted(rows):
+        view.add_row(*row)
+    return view
+
+
+def longest_completion(settings: tuple[Any, Any, Any], gpu: Gpu, config: Mapping[str, Any]) -> int:
+    """Return the most tokens of a completion with which a recipe fits, to a multiple of STEP; 0 if none fits.
+
+    ``settings`` are what ``parse`` returns. All blocks are recomputed, a row holds one sequence, and the engine's cache
+    holds all of a step's sequences and is free while the trainer works. The model's positions are the limit; ``config``
+    is its config.json.
+    """
+    script, training, model = copy.deepcopy(settings)
+    training.vllm_enable_sleep_mode, training.pack_tokens, training.recompute_layers = True, 1, None
+    prompt, positions = script.max_prompt_length or STEP, config["max_position_embeddings"]
+    token = make(script, training, model, gpu=gpu, config=config).token
+
+    def fits(completion: int) -> bool:
+        training.max_completion_length, training.vllm_max_model_length = completion, prompt + completion
+        training.vllm_kv_cache_memory_bytes = sequences(training) * (prompt + completion) * token
+        return make(script, training, model, gpu=gpu, config=config).peak <= (1 - SPARE) * gpu.memory
+
+    lengths = range(STEP, positions - prompt + 1, STEP)
+    return STEP * bisect.bisect_left(lengths, True, key=lambda completion: not fits(completion))
 
 
 def table(plan: Plan, title: str) -> Table:

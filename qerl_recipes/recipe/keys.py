@@ -63,6 +63,7 @@ BELONGS_ELSEWHERE = {
     "num_processes": "it is an option of accelerate: accelerate launch --num_processes N -m qerl_recipes.cli train ...",
     "vllm_dtype": "the engine runs in the dtype of the model; use dtype",
     "vllm_enable_prefix_caching": "the engine caches prefixes and resets the cache at every swap; remove the key",
+    "activation_offloading": "TRL's trainer of GRPO has none; blocks recompute what does not fit: recompute_layers",
     "config": "a recipe names the one that it goes on from by extends",
 }
 

@@ -29,6 +29,7 @@ SHAPES = {
     "7B": Shape(3584, 18944, 28, 28, 4, 152064, False),
     "14B": Shape(5120, 13824, 48, 40, 8, 152064, False),
     "32B": Shape(5120, 27648, 64, 40, 8, 152064, False),
+    "72B": Shape(8192, 29568, 80, 64, 8, 152064, False),
 }
 TINY = Shape(128, 256, 2, 2, 1, 512, True, head_dim=64, positions=4096)  # 0.4 million parameters, for a CPU
 QWEN3_30B_A3B = Shape(

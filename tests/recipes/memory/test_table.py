@@ -3,6 +3,7 @@
 The out-of-memory error is made by hand, because a real one needs a full GPU.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from datasets import Dataset
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
+from qerl_recipes.files.base_model import read_config
 from qerl_recipes.files.run_state import recorded
 from qerl_recipes.machine import gpu as machine_gpu
 from qerl_recipes.machine.gpu import GB, Gpu
@@ -24,6 +26,8 @@ from qerl_recipes.memory.plan import Plan, make
 from qerl_recipes.memory.table import OutOfMemory, explained
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.file import flags
+from qerl_recipes.recipe.shapes import full_name
 from qerl_recipes.tasks import prompts
 from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
@@ -73,6 +77,38 @@ def test_without_a_gpu_the_doctor_tries_common_sizes(recipe: str, smallest: int 
     fitting = re.findall(r"^(\d+)\.0 GB: it fits", result.output, re.MULTILINE)
     assert (int(fitting[0]) if fitting else None) == smallest
     assert all(f"{size}.0 GB: " in result.output for size in memory_table.COMMON_SIZES)
+
+
+def test_the_page_has_the_table_of_what_fits_and_marks_what_ran() -> None:
+    """Compare with the command; a cell is bold where kernels/results has steps of the model in that memory."""
+    ran = set()
+    for file in (RECIPES.parent / "kernels/results").glob("train_*_NVIDIA_H200.json"):
+        result = json.loads(file.read_text())
+        if "qerl_nvfp4" in result["summary"]:
+            ran.add((full_name(result["shape"]), (result.get("memory_limit") or 141 * GB) // GB))
+    printed = [
+        re.findall(r"[^\s|]+", row) for row in doctor("--recipe", str(RECIPES)).output.splitlines() if "|" in row
+    ]
+    rows = [row for row in printed if "Qwen" in row[0]]
+    for row in rows:
+        of_model = {memory for name, memory in ran if row[0].removesuffix("-Instruct") == name}
+        sizes = zip(memory_table.COMMON_SIZES, row[1:], strict=True)
+        row[1:] = [f"**{cell}**" if size in of_model else cell for size, cell in sizes]
+    page = [line.strip("| ").split(" | ") for line in (RECIPES / "faq.md").read_text().splitlines() if "| Qwen" in line]
+    assert page == rows and len(rows) == 10
+
+
+def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
+    """Check the figure of a model by the plan of a recipe with that completion, on one of its GPUs."""
+    config = read_config("Qwen/Qwen2.5-32B-Instruct")
+    recipe = ["--config", str(NVFP4_32B), *CPU, "--generation_batch_size", "8", "--vllm_enable_sleep_mode", "true"]
+    longest = memory_table.longest_completion(parse(recipe), HOPPER, config)
+    for completion, fits in ((longest, True), (longest + memory_table.STEP, False)):
+        cache = 8 * (512 + completion) * 256 * 1024  # as many bytes a token
+        keys = {"max_completion_length": completion, "vllm_kv_cache_memory_bytes": cache, "recompute_layers": 64}
+        planned = make(*parse([*recipe, *flags({**keys, "vllm_max_model_length": 512 + completion})]), gpu=HOPPER)
+        assert not planned.problem and planned.remark == ""
+        assert (planned.peak <= 0.97 * HOPPER.memory) is fits
 
 
 @pytest.mark.parametrize(

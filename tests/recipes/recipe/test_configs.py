@@ -263,6 +263,7 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
         ("recompute_layers: 1\ncheckpointed_layers: 1\n", "the same key"),
         ("warmup_ratio: 3\n", "warmup_ratio is a share"),
         ("num_processes: 8\n", "accelerate launch"),
+        ("activation_offloading: true\n", "recompute_layers"),
         ("- a\n- b\n", "must be a YAML mapping"),
         ("a: [\n", "not valid YAML"),
         ("dataset_mixture: text\n", "dataset_mixture must be a JSON mapping"),
