@@ -20,6 +20,8 @@ from qerl_recipes.memory.plan import PHASES, SPARE, Plan, make
 COMMON_SIZES = (24, 32, 48, 80, 141)  # GB of GPUs on the market
 SMALLEST_HOPPER = 80  # GB
 ARM, COMPLETIONS, STEP = "nvfp4_lora.yaml", 8, 256  # of the table of a folder; lengths are multiples of STEP
+DECIDED_BY_TABLE = {"max_completion_length", "pack_tokens", "recompute_layers", "vllm_enable_sleep_mode"}
+DECIDED_BY_TABLE |= {"vllm_gpu_memory_utilization", "vllm_kv_cache_memory_bytes", "vllm_max_model_length"}
 # of an out-of-memory error in messages of vLLM's allocator, CUDA and cuBLAS
 SIGNS = ("out of memory", "cublas_status_alloc_failed")
 
@@ -61,12 +63,18 @@ def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Ta
     """Return a table of the longest completion that each model of ``folder`` can train with on each GPU.
 
     The models are those with a recipe for NVFP4 whose sizes are known here. ``overrides`` are flags of ``qerl train``.
+    Raises ValueError for flags that the table decides, and for a folder without such recipes.
     """
     from qerl_recipes.memory.sizes import measure
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import read_yaml
     from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
+    if decided := sorted(given & DECIDED_BY_TABLE):
+        raise ValueError(
+            f"{', '.join(decided)}: the table of a folder decides this; name one recipe of {folder} instead"
+        )
     rows = []
     for recipe in folder.glob(f"*/grpo/{ARM}"):
         if (shape := BY_MODEL_ID.get(read_yaml(recipe)["model_name_or_path"])) is not None:
@@ -74,6 +82,8 @@ def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Ta
             settings = parse(["--config", str(recipe), "--generation_batch_size", str(COMPLETIONS), *overrides])
             cells = [f"{longest:,}" if (longest := longest_completion(settings, gpu, config)) else "-" for gpu in gpus]
             rows.append((measure(config).parameters, [recipe.parts[-3], *cells]))
+    if not rows:
+        raise ValueError(f"{folder} holds no MODEL/grpo/{ARM} of a model whose sizes are known here")
     title = f"tokens of the longest completion that trains, {COMPLETIONS} in a step unless a flag says otherwise"
     view = Table(title=title, title_justify="left", box=box.MARKDOWN)
     view.add_column("model", no_wrap=True)

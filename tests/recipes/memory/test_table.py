@@ -98,6 +98,12 @@ def test_the_page_has_the_table_of_what_fits_and_marks_what_ran() -> None:
     assert page == rows and len(rows) == 10
 
 
+def test_a_table_is_refused_without_models_and_with_keys_that_it_decides(tmp_path: Path) -> None:
+    decided = doctor("--recipe", str(RECIPES), "--pack-tokens", "4096", "--max_completion_length=64")
+    assert "max_completion_length, pack_tokens: the table of a folder decides this" in str(decided.exception)
+    assert "holds no MODEL/grpo/nvfp4_lora.yaml" in str(doctor("--recipe", str(tmp_path)).exception)
+
+
 def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
     """Check the figure of a model by the plan of a recipe with that completion, on one of its GPUs."""
     config = read_config("Qwen/Qwen2.5-32B-Instruct")
