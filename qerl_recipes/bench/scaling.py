@@ -19,7 +19,7 @@ from typing import Any
 
 from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.results import conditions, save, table
-from qerl_recipes.recipe.shapes import SHAPES, Shape, as_config
+from qerl_recipes.recipe.shapes import config_json
 
 RESULTS = Path(__file__).parents[2] / "kernels/results"  # in a checkout
 ARM = "qerl_nvfp4"
@@ -28,8 +28,7 @@ FILES = {
     "7B": ("rollout_7B_interleaved_NVIDIA_H200", "train_7B_80GB_NVIDIA_H200", "swap_7B_NVIDIA_H200"),
     "32B": ("rollout_32B_interleaved_NVIDIA_H200", "train_32B_NVIDIA_H200", "swap_32B_tp2_NVIDIA_H200"),
 }
-SHAPE_72B = Shape(8192, 29568, 80, 64, 8, 152064, False)
-SCALED = {"72B": ("32B", SHAPE_72B)}  # shape -> the one whose times are multiplied by the ratio of parameters
+SCALED = {"72B": "32B"}  # shape -> the one whose times are multiplied by the ratio of parameters
 GPUS = tuple(2**power for power in range(10))
 ROLLOUTS = 16  # drawn, of whose slowest engines the mean is taken
 POOR = 1.2  # twice the GPUs that make a step less than this much faster are not worth it
@@ -68,9 +67,9 @@ def measured(shape: str, results: Path = RESULTS) -> Parts:
     if shape in SCALED:
         from qerl_recipes.memory import sizes
 
-        smaller, large = SCALED[shape]
+        smaller = SCALED[shape]
         parts = measured(smaller, results)
-        of_both = [sizes.measure(as_config(one)).linears for one in (large, SHAPES[smaller])]
+        of_both = [sizes.measure(config_json(one)).linears for one in (shape, smaller)]
         weights, adapters = (
             operator.truediv(*(sum(count(linear.N, linear.K) for linear in linears) for linears in of_both))
             for count in (operator.mul, operator.add)
@@ -219,7 +218,7 @@ def _print(result: Mapping[str, Any], parts: Parts) -> None:
     title = f"{shape}, {result['completions']} completions a step, lengths {result['lengths']}: computed, not run"
     console = Console(width=160)
     console.print(table(title, columns, cells))
-    smaller, _ = SCALED.get(shape, (shape, None))
+    smaller = SCALED.get(shape, shape)
     times = f", all times by the parameters of {shape}" if smaller != shape else ""
     for line in (
         f"Twice the GPUs pay up to {last_that_pays(rows)}: beyond, they make the step less than {POOR}x as fast.",
