@@ -78,6 +78,14 @@ def test_the_engine_takes_its_share_and_nothing_more() -> None:
     assert sum(part(planned, name).rollout for name in names) == 40 * GB
 
 
+def test_drafts_add_their_logits_to_the_engines_scratch() -> None:
+    """Count three fp32 copies of 152,064 logits for each of the three tokens that 64 sequences may draft."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+    before, after = plan(NVFP4_32B), plan(NVFP4_32B, "--vllm_speculative_config", drafts)
+    more = part(after, "engine's scratch").rollout - part(before, "engine's scratch").rollout
+    assert more == 64 * 3 * 152064 * 4 * 3
+
+
 def test_the_cache_holds_what_its_bytes_hold() -> None:
     """Count 256 KiB for a token of the 32B model: BF16 keys and values of 64 layers with 8 heads of 128."""
     planned = plan(NVFP4_32B)

@@ -6,6 +6,7 @@ The run must give the same bits as in process, whatever happens to the server.
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import re
 import shutil
@@ -116,12 +117,8 @@ def inside(running, make_module_trainer, watched, tmp_path_factory):
 def against(running, inside, make_trainer, watched, tmp_path):
     """Return against(**settings), which makes a trainer with the server's rollouts."""
 
-    def answers():
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{running.url}/health", timeout=PATIENCE).is_success
-
     def make(**settings):
-        assert until(answers, 500), running.process.log.read_text()[-4000:]
+        assert until(lambda: answers(running.url), 500), running.process.log.read_text()[-4000:]
         # Wait twice as long as by default, because the server may restart while all other tests run.
         mode = {"vllm_mode": "server", "vllm_server_base_url": running.url, "vllm_server_timeout": 500}
         return watched(make_trainer, tmp_path / "run", **{**mode, **settings})
@@ -142,6 +139,30 @@ def same(inside, read_metrics):
         assert any(not np.array_equal(theirs[key].numpy(), norm.numpy()) for key, norm in inside.norms.items())
 
     return check
+
+
+@pytest.mark.slow
+def test_a_server_that_drafts_gives_the_bits_of_drafts_in_process(
+    serve_policy, running, watched, make_trainer, hold_port, read_metrics, tmp_path, monkeypatch
+):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    url = f"http://127.0.0.1:{(port := hold_port())}"
+    server = serve_policy(running.model, port, *ALONE, "--speculative-config", json.dumps(drafts))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.estimates, "sequences", lambda training: 1)
+        here = watched(make_trainer, tmp_path / "here", vllm_speculative_config=drafts)
+    here.train()
+    here.vllm_generation.close()
+    assert until(lambda: server.poll() is not None or answers(url), 500), server.log.read_text()[-4000:]
+    there = watched(make_trainer, tmp_path / "there", vllm_mode="server", vllm_server_base_url=url)
+    there.train()
+    assert read_metrics(there) == read_metrics(here)
+    assert max(line.get("logp_diff_mean", 0) for line in read_metrics(here)) < 0.03
+
+
+def answers(url):
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=PATIENCE).is_success
 
 
 def at_first_answer(trainer, rollout, act):
