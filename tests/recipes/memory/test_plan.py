@@ -45,14 +45,21 @@ def part(plan: Plan, name: str) -> Part:
     return next(part for part in plan.parts if part.name == name)
 
 
+FROM_A_COMMAND = {
+    "runs/models/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "runs/models/Qwen2.5-Coder-0.5B": "Qwen/Qwen2.5-0.5B-Instruct",
+}  # folders that a command makes -> the model of that size
+
+
 @pytest.mark.parametrize("path", ON_A_GPU, ids=[f"{path.parts[-3]}/{path.stem}" for path in ON_A_GPU])
 def test_every_recipe_fits_the_gpu_of_its_header(path: Path) -> None:
     """Check any GPU of that size: from 80 GB on, some use tiles and some use Marlin."""
     found = re.search(r"^# GPU: meant for one of (\d+) GB", path.read_text(), re.MULTILINE)
     assert found is not None
     settings = parse(["--config", str(path), *CPU])
-    if str(settings[2].model_name_or_path).startswith("runs/models/SmolLM2-135M"):  # a command makes this folder
-        settings[2].model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    for folder, size in FROM_A_COMMAND.items():
+        if str(settings[2].model_name_or_path).startswith(folder):
+            settings[2].model_name_or_path = size
     for is_hopper in {False, int(found.group(1)) >= 80}:
         planned = make(*settings, gpu=Gpu(int(found.group(1)) * GB, is_hopper))
         assert planned.fits, planned.obstacles()
