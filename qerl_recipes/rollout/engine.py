@@ -23,7 +23,7 @@ from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Profiler, Snapshot
 from qerl_recipes.rollout.sampling import Completion, Ended, Follow, Request, SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
-from qerl_vllm_plugin.compat.drafts import expand_on_cpu
+from qerl_vllm_plugin.compat.drafts import expand_on_cpu, search_beside_torch
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.worker.kv_cache import KVCacheError
@@ -218,6 +218,8 @@ class VLLMRollouts(SeededRollouts):
             without_history = {"suffix_decoding_max_cached_requests": 0} if drafts["method"] == "suffix" else {}
             options["speculative_config"] = {**drafts, **without_history}
             expand_on_cpu()
+            if drafts["method"] == "ngram":
+                search_beside_torch()
         if is_cpu:
             options |= engine_on_cpu(base)
         else:

@@ -1,9 +1,11 @@
-"""Check drafted tokens at the temperature of their request on a CPU, as read in vLLM 0.26 to 0.31.
+"""Use vLLM's drafts on a CPU and beside a trainer, as read in vLLM 0.26 to 0.31.
 
 vLLM gives each drafted token its request's temperature, top_k and top_p through a kernel. The one for CPUs fills a copy
 of the output, which is then dropped. So tokens are drawn, and reported, at whatever the memory held before. Source:
 ``vllm.utils.cpu_triton_utils._expand_kernel_impl``.
 """
+
+import os
 
 import torch
 from vllm.platforms import current_platform
@@ -27,3 +29,12 @@ def expand_on_cpu() -> None:
         from vllm.v1.sample import rejection_sampler
 
         rejection_sampler.expand_batch_to_tokens = expand
+
+
+def search_beside_torch() -> None:
+    """Let numba, with which vLLM finds n-grams, use threads of its own, unless NUMBA_THREADING_LAYER is set.
+
+    Call it before vLLM imports numba. OpenMP's threads stay busy between the calls, and training in the same process
+    then takes four times as long on a CPU.
+    """
+    os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")

@@ -329,6 +329,9 @@ def test_drafts_save_steps_and_leave_the_log_probabilities_of_the_policy(draftin
         rollout = drafting.generate(PROMPTS, None, 4)
         assert mismatch(policy, rollout, temperature) < 1e-4
     assert max(taken) > 1, "a draft was accepted"
+    import numba
+
+    assert numba.threading_layer() == "workqueue", "OpenMP's threads would slow the trainer down"
 
 
 def test_promise_08_a_rollout_with_drafts_can_be_repeated_exactly(drafting):
