@@ -49,13 +49,12 @@ IN_A_REQUEST = {
 }
 # vLLM's ways to draft without a second model -> the fields that each needs, and the others that it has
 DRAFTS = {
-    "ngram": (("num_speculative_tokens", "prompt_lookup_max"), ("prompt_lookup_min",)),
-    "ngram_gpu": (("num_speculative_tokens", "prompt_lookup_max"), ("prompt_lookup_min",)),
+    **dict.fromkeys(("ngram", "ngram_gpu"), (("num_speculative_tokens", "prompt_lookup_max"), ("prompt_lookup_min",))),
     "suffix": (
         ("num_speculative_tokens",),
-        tuple(
-            f"suffix_decoding_{name}"
-            for name in ("max_tree_depth", "max_spec_factor", "min_token_prob", "max_cached_requests")
+        (
+            *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"),
+            *("suffix_decoding_min_token_prob", "suffix_decoding_max_cached_requests"),
         ),
     ),
 }

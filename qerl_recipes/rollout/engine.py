@@ -51,6 +51,9 @@ class VLLMRollouts(SeededRollouts):
         self._tensor_parallel_group = self._new_groups()
         # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if training.vllm_speculative_config is not None:
+            expand_on_cpu()
+            search_beside_torch()
         self._sampling = self._sampling_options()
         with engine.start_in_this_process(self._parameters(Request([], seed=0, max_tokens=16))) as self.start_seconds:
             self.llm = LLM(**self._options(base, rank, dtype))
@@ -217,9 +220,6 @@ class VLLMRollouts(SeededRollouts):
             # of earlier completions a resumed run has none, and would draft and draw otherwise
             without_history = {"suffix_decoding_max_cached_requests": 0} if drafts["method"] == "suffix" else {}
             options["speculative_config"] = {**drafts, **without_history}
-            expand_on_cpu()
-            if drafts["method"] == "ngram":
-                search_beside_torch()
         if is_cpu:
             options |= engine_on_cpu(base)
         else:

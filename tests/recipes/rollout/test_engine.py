@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from peft.utils import get_peft_model_state_dict
 from vllm import SamplingParams
+from vllm.v1.sample import rejection_sampler
 
 from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
@@ -22,6 +23,7 @@ from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.rollout.interface import Snapshot, Turn
 from qerl_recipes.rollout.sampling import Completion, Request
 from qerl_recipes.tasks import running_sum
+from qerl_vllm_plugin.compat import drafts
 from qerl_vllm_plugin.compat.scheduler import BlockRoom, scheduler_here
 from qerl_vllm_plugin.worker.kv_cache import KVCacheError
 
@@ -332,6 +334,18 @@ def test_drafts_save_steps_and_leave_the_log_probabilities_of_the_policy(draftin
     import numba
 
     assert numba.threading_layer() == "workqueue", "OpenMP's threads would slow the trainer down"
+
+
+def test_drafts_are_checked_at_their_temperature_in_every_arm(start_engine, monkeypatch):
+    def started(**options):
+        assert options["speculative_config"] == NGRAM
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_module, "LLM", started)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", None)
+    with pytest.raises(KeyboardInterrupt):
+        start_engine(16, quantization="bf16", vllm_speculative_config=NGRAM)
+    assert rejection_sampler.expand_batch_to_tokens is drafts.expand
 
 
 def test_promise_08_a_rollout_with_drafts_can_be_repeated_exactly(drafting):
