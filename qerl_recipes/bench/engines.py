@@ -2,15 +2,15 @@
 
 from typing import Any
 
+from qerl_recipes.recipe.keys import QUANTIZATIONS
+
 # The arms of a recipe, and BF16 without an adapter, which is what a merged one runs as. Then NVFP4 in parts: without an
 # adapter, with one in LoRA slots on Marlin, and that again without this plugin; these two differ in the fp32 norms
 # alone. Then what else one would run without this project: FP8 with the adapter merged and in LoRA slots, and NVFP4 on
 # Humming without an adapter and with one in LoRA slots.
 ARMS: tuple[str, ...] = (
     "bf16_merged",
-    "qerl_nvfp4",
-    "bf16",
-    "nf4",
+    *QUANTIZATIONS,
     "qerl_nvfp4_base",
     "qerl_nvfp4_slots_marlin",
     "qerl_nvfp4_float16",

@@ -28,11 +28,10 @@ from qerl_recipes.recipe.file import (
     up_to_date,
 )
 from qerl_recipes.recipe.generation import template_text
-from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
+from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, QUANTIZATIONS, refusals
 from qerl_vllm_plugin.noise import MAX_SIGMA
 from qerl_vllm_plugin.wire.address import shown
 
-QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SERVER = "server"  # the value of vllm_mode with which rollouts come from a running server
 NOISE_MODES = ("none", "engine", "engine_is", "both")

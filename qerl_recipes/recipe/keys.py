@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")  # the base-weight formats of a recipe
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's --max-lora-rank accepts
 WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
 CANNOT_RUN = "this recipe cannot run"  # begins a refusal by `qerl train`; a study recognizes it
