@@ -47,11 +47,17 @@ def rollout(
             "numbers of tokens, or at random; lognormal alone is lognormal:1440,0.8,4096.",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Repeat each case this often, after one that warms up.")] = 3,
+    repeats: Annotated[
+        int | None, typer.Option(help="Repeat each case this often in a round, after one that warms up; default: 3.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Run all configurations this often, one after the other: A B A B.")] = 1,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Measure each configuration with these caches, such as auto,fp8.")
     ] = "auto",
+    profile: Annotated[
+        bool, typer.Option(help="show the kernels of a decode step halfway through the completions, instead of rates")
+    ] = False,
     interleave: Annotated[
         bool, typer.Option(help="Start all engines at once on one GPU, and measure each repeat on one after the other.")
     ] = False,
@@ -89,8 +95,10 @@ def rollout(
         rank=lists[3],
         lengths=lengths,
         repeats=repeats,
+        rounds=rounds,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_dtype=kv_cache_dtype.split(","),
+        profile=profile,
         interleave=interleave,
         variants=_variants(variant or []),
         scratch=scratch,
@@ -292,6 +300,7 @@ def bench_train(
     ] = 3,
     rank: Rank = 32,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
+    part: Annotated[str, typer.Option(hidden=True)] = "step",  # of earlier releases
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GB of the GPU that may be used; the rest is blocked")
     ] = None,
@@ -301,6 +310,8 @@ def bench_train(
     """Time a whole GRPO step in each configuration, with random weights. Flags of `qerl train` may follow."""
     from qerl_recipes.bench.train import FIXED, FIXED_BESIDE_A_RECIPE, Workload, parse_overrides, run
 
+    if part != "step":
+        raise typer.BadParameter(f"--part is {part!r}, and whole steps alone are measured now; leave it out")
     overrides = parse_overrides(context.args, FIXED if config is None else FIXED_BESIDE_A_RECIPE)
     if config is None:
         work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)

@@ -4,10 +4,10 @@ Weights are random and of the real shapes, so nothing is downloaded, and every c
 training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
 their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
 
-Arms run one after the other. With ``--interleave`` all engines are there at once and each case is repeated arm by arm,
-so that what changes about the GPU meanwhile changes for all of them. One arm works at a time, and the others wait
-without a processor; workers of an engine on several GPUs do so from a second after their last work on (vLLM's
-``SpinCondition``).
+Arms run one after the other, with several rounds A B A B. With ``--interleave`` all engines are there at once and each
+case is repeated arm by arm, so that what changes about the GPU meanwhile changes for all of them. One arm works at a
+time, and the others wait without a processor; workers of an engine on several GPUs do so from a second after their last
+work on (vLLM's ``SpinCondition``). With ``--profile`` nothing is timed but a decode step, and its kernels.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_recipes.bench import decode_profile, rollout_memory
 from qerl_recipes.bench import lengths as uneven
-from qerl_recipes.bench import rollout_memory
-from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, check_gpus, check_shape, ended_cleanly
+from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, ask_once, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.engines import ADAPTERLESS, ARMS
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
 from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
@@ -42,6 +42,7 @@ OURS = {  # arguments of vllm.LLM that the benchmark sets itself
     *("enable_lora", "max_lora_rank"),
 }
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+REPEATS = 3  # by default
 BUSY = 1.0  # seconds for which workers of an engine on several GPUs look for more work without sleeping
 
 
@@ -52,9 +53,11 @@ def run(
     arms: Sequence[str] = ("bf16_merged", "bf16", "qerl_nvfp4"),
     rank: Sequence[int] = (32,),
     lengths: str | None = None,
-    repeats: int = 3,
+    repeats: int | None = None,
+    rounds: int = 1,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Sequence[str] = ("auto",),
+    profile: bool = False,
     interleave: bool = False,
     engine: Mapping[str, Any] | None = None,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
@@ -64,12 +67,13 @@ def run(
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
     With ``lengths`` (``bench.lengths.draw``), every number of sequences is also measured with completions of unequal
-    lengths, the same in all arms. ``interleave`` starts the engines of all arms at once, if they fit on the GPU
-    together. Each arm with an adapter is measured with each ``rank``, on an engine of its own: a smaller adapter in the
-    same engine would be filled up with zeros and take as long. Each arm is measured with each of ``kv_cache_dtype``;
-    "auto" is the activations' dtype. ``engine`` holds more arguments of ``vllm.LLM`` for every arm, except those in
-    OURS; each of ``variants`` overrides it, and each arm is measured without and with each. ``scratch`` is the folder
-    for the one checkpoint that is written, of a mixture in NVFP4.
+    lengths, the same in all arms. ``profile`` says where the time of a decode step goes, instead of rates
+    (``bench.decode_profile``); the profiler's traces lie beside ``output``. ``interleave`` starts the engines of all
+    arms at once, if they fit on the GPU together. Each arm with an adapter is measured with each ``rank``, on an engine
+    of its own: a smaller adapter in the same engine would be filled up with zeros and take as long. Each arm is
+    measured with each of ``kv_cache_dtype``; "auto" is the activations' dtype. ``engine`` holds more arguments of
+    ``vllm.LLM`` for every arm, except those in OURS; each of ``variants`` overrides it, and each arm is measured
+    without and with each. ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
 
     An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
     ValueError for an unknown shape or arm and for what this machine cannot measure.
@@ -78,8 +82,9 @@ def run(
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
     _check_names(arms, rank, kv_cache_dtype, engine, variants, interleave)
-    if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; it is at least 1")
+    if profile and lengths is not None:
+        raise ValueError("--profile looks at a step of equal lengths, and --lengths times a whole rollout; use one")
+    _check_modes(cases, repeats, rounds, tensor_parallel_size, profile, interleave)
     about: dict[str, Any] = {}
     if lengths is not None:
         drawn = {case.batch: uneven.draw(lengths, case.batch) for case in cases}
@@ -87,6 +92,7 @@ def run(
         about["batch"] = {str(batch): uneven.summary(own) for batch, own in drawn.items()}
         of_a_batch = {case.batch: case for case in cases}
         cases = [*cases, *(of_a_batch[n]._replace(output=max(own), lengths=own) for n, own in drawn.items())]
+    repeats = REPEATS if repeats is None else repeats
     requests: dict[str, Figures] = {}
     for arm, one, variant, cache in itertools.product(arms, rank, (None, *variants), kv_cache_dtype):
         chosen = [] if variant is None else [variant]
@@ -101,6 +107,7 @@ def run(
             "kv_cache_dtype": cache,
             "engine": _joined(engine, {} if variant is None else variants[variant]),
             "memory": {},
+            "traces": None,
         }
     if interleave:
         for name, memory in rollout_memory.plan(shape, requests, cases).items():
@@ -112,6 +119,7 @@ def run(
         "rank": list(rank),
         "tensor_parallel_size": tensor_parallel_size,
         "repeats": repeats,
+        "rounds": rounds,
         **({"lengths": about} if about else {}),
         "interleaved": interleave,
         "rest_seconds": rest_seconds,
@@ -134,9 +142,18 @@ def run(
         save(result, output)  # an arm takes minutes, and a run may be cut short
 
     with ended_cleanly(), tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
-        for group in [list(requests)] if interleave else [[name] for name in requests]:
-            asked = {name: {**requests[name], "scratch": folder} for name in group}
-            take_turns(ARM, asked, cases, repeats, note, rest_seconds)
+        for group in [list(requests)] if interleave else [[name] for _ in range(rounds) for name in requests]:
+            left = {name: {**requests[name], "scratch": folder} for name in group if "failed" not in measured[name]}
+            if profile:
+                traces = (output or Path(folder, "profile")).with_suffix("").resolve()
+                for name, request in left.items():
+                    suffix = re.sub(r"[^\w.-]+", "_", name)
+                    try:
+                        note(name, ask_once(ARM, {**request, "traces": f"{traces}_{suffix}"}))
+                    except ArmFailedError as error:
+                        note(name, {"failed": str(error)})
+            else:
+                take_turns(ARM, left, cases, repeats, note, rest_seconds)
     _print(result)
     return result
 
@@ -164,6 +181,24 @@ def _check_names(
         raise ValueError(f"rank is {list(ranks)}; name each rank once, each at least 1")
     if max(ranks) > ENGINE_RANKS[-1]:
         raise ValueError(f"rank is {list(ranks)}; vLLM holds at most rank {ENGINE_RANKS[-1]}")
+
+
+def _check_modes(
+    cases: Sequence[Case], repeats: int | None, rounds: int, gpus: int, profile: bool, interleave: bool
+) -> None:
+    if profile:
+        if repeats is not None:
+            raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
+        if interleave:
+            raise ValueError("--interleave has several engines at once, and --profile looks at one; leave one out")
+        if gpus > 1:
+            raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
+        decode_profile.check(min(case.output for case in cases))
+    if interleave and rounds != 1:
+        raise ValueError(f"rounds is {rounds}, and with --interleave every repeat is a round; raise repeats instead")
+    repeats = REPEATS if repeats is None else repeats
+    if min(repeats, rounds) < 1:
+        raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
 
 
 def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,22 +288,31 @@ def take_turns(
 
 
 def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
-    """Add a piece of an arm's figures to those before, with its rates."""
+    """Join a piece of an arm's figures to those before, and work out its rates anew."""
     alone = ("failed", "linears", "weights_gib", "kv_cache_tokens", "start_seconds")
     measured |= {name: figures[name] for name in alone if name in figures}
+    if "profile" in figures:
+        measured.setdefault("profile", []).extend(figures["profile"])
     if row := figures.get("case"):
         batch, tokens_in, tokens_out = row["batch"], row["input"], row["output"]
         equal = [case for case in cases if not case.lengths]
         has_own_batch = len({case.batch for case in equal}) == len(equal)
         key = str(batch) if has_own_batch else f"{batch} x {tokens_in} + {tokens_out}"
-        whole, first = row["seconds"], row["prefill_seconds"]
+        joined = measured.setdefault("batch", {}).setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
+        whole, first = (joined[name] + row[name] for name in ("seconds", "prefill_seconds"))
         decoding = [seconds - statistics.median(first) for seconds in whole]
-        parts = {"decode": _rate(batch * (tokens_out - 1), decoding), "prefill": _rate(batch * tokens_in, first)}
-        measured.setdefault("batch", {})[key] = {**row, **_rate(batch * tokens_out, whole), **parts}
+        joined |= {"seconds": whole, "prefill_seconds": first, **_rate(batch * tokens_out, whole)}
+        joined["decode"] = _rate(batch * (tokens_out - 1), decoding)
+        joined["prefill"] = _rate(batch * tokens_in, first)
     if row := figures.get("uneven"):
-        measured.setdefault("uneven", {})[str(row["batch"])] = {**row, **_rate(row["tokens"], row["seconds"])}
+        repeated = ("seconds", *(f"below_{few}" for few in FEW))
+        rows = measured.setdefault("uneven", {})
+        before = rows.get(str(row["batch"]), {name: [] for name in repeated})
+        joined = {**row, **{name: before[name] + row[name] for name in repeated}}
+        rows[str(row["batch"])] = {**joined, **_rate(row["tokens"], joined["seconds"])}
     if prompts := figures.get("prefill"):
-        measured["prefill"] = {**prompts, **_rate(prompts["tokens"], prompts["seconds"])}
+        seconds = measured.get("prefill", {}).get("seconds", []) + prompts["seconds"]
+        measured["prefill"] = {**prompts, "seconds": seconds, **_rate(prompts["tokens"], seconds)}
 
 
 def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
@@ -284,6 +328,9 @@ def _print(result: dict[str, Any]) -> None:
 
     console = Console(width=160)
     show_remarks(console, result["arms"], result["cached_tokens"])
+    for arm, figures in result["arms"].items():
+        if figures.get("profile"):
+            decode_profile.show(arm, figures)
     arms = {arm: figures for arm, figures in result["arms"].items() if "prefill" in figures}
     if not arms:
         return

@@ -3,9 +3,10 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_recipes.bench import linear_kernels
+from qerl_recipes.bench import decode_profile, linear_kernels
 from qerl_recipes.bench.arms import Figures, answer
 from qerl_recipes.bench.engines import is_stock, options
 from qerl_recipes.recipe.shapes import config_json
@@ -64,17 +65,20 @@ def prefill(cases: Sequence[Case]) -> Case:
     return Case(PREFILLED, longest([case for case in cases if not case.lengths]) - 1, 1)
 
 
-def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None]:
+def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None] | None:
     """Start the engine, and note its memory and start time; return the function that times one repeat of a case.
 
-    Of an order it reads ``case``, its ``number`` and ``repeat``, from which the prompts follow.
+    Of an order it reads ``case``, its ``number`` and ``repeat``, from which the prompts follow. If the request names
+    ``traces``, profile a decode step of every case instead.
     """
+    if request["traces"] is not None:
+        profile(request, figures)
+        return None
     began = time.perf_counter()
     from qerl_recipes.rollout import sampling as completions
 
     llm, policy = start(request, figures)
-    cache = llm.llm_engine.vllm_config.cache_config
-    figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
+    figures["kv_cache_tokens"] = _cache_tokens(llm)
     figures["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
     figures["start_seconds"] = round(time.perf_counter() - began, 1)
     vocabulary = config_json(request["shape"])["vocab_size"]
@@ -128,13 +132,25 @@ def share_below(few: int, began: float, ended: Sequence[float]) -> float:
     return (ended[-1] - since) / (ended[-1] - began)
 
 
+def profile(request: Figures, figures: Figures) -> None:
+    """Profile a decode step of every case into ``figures`` (``decode_profile``)."""
+    llm, policy = start(request, figures)
+    vocabulary = config_json(request["shape"])["vocab_size"]
+    figures["profile"] = []
+    for number, case in enumerate(_cases(request)):
+        file = Path(f"{request['traces']}_{case.batch}.trace.json.gz")
+        ids, stock = prompts(case, number, 1, vocabulary), is_stock(request["arm"])
+        profiled = decode_profile.profile(llm, ids, sampling(case.output), policy.request, file, is_stock=stock)
+        figures["profile"].append(profiled)
+
+
 def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
     """Start the arm's engine and install its adapter; raise RuntimeError for other kernels than the arm's name says."""
     from qerl_recipes.bench import random_model
     from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
 
-    arm, rank, cases = request["arm"], request["rank"], [Case(*numbers) for numbers in request["cases"]]
+    arm, rank, cases = request["arm"], request["rank"], _cases(request)
     config = config_json(request["shape"])
     if arm.startswith("stock_nvfp4"):
         from qerl_recipes.convert.quantize import quantization_config
@@ -181,6 +197,15 @@ def sampling(tokens: int) -> "SamplingParams":
     return SamplingParams(
         max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
     )
+
+
+def _cases(request: Figures) -> list[Case]:
+    return [Case(*numbers) for numbers in request["cases"]]
+
+
+def _cache_tokens(llm: "LLM") -> int:
+    cache = llm.llm_engine.vllm_config.cache_config
+    return (cache.num_gpu_blocks or 0) * cache.block_size
 
 
 def _weights_gib(llm: "LLM") -> float:
