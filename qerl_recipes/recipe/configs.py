@@ -162,16 +162,15 @@ class GRPOConfig(trl.GRPOConfig):
     quantization: str = key("qerl_nvfp4", "Base-weight format: qerl_nvfp4, nf4 (QLoRA) or bf16.", choices=QUANTIZATIONS)
     share_weights: bool | None = key(
         None,
-        "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
-        "Default: wherever it can be done (engines on one GPU each). true: refuse to run "
-        "without; false: keep two.",
+        "qerl_nvfp4: the trainer reads the engine's frozen weights in place: true refuses to run without, false keeps "
+        "two copies, and the default is wherever it can be done (engines on one GPU each).",
     )
     train_norms: bool = key(False, "Train the RMSNorm weights too.")
     noise_mode: str | None = key(
         None,
-        "Where the noise is: none; engine (the paper's: noise in the engine, no importance correction); "
-        "engine_is (the same with importance correction); both (the same noise in engine and trainer). Default: "
-        "both where sigmas are given, else none.",
+        "Where the noise is: none; engine (the paper's: noise in the engine, no importance correction); engine_is (the "
+        "same with importance correction); both (the same noise in engine and trainer), the default where sigmas are "
+        "given.",
         choices=NOISE_MODES,
     )
     sigma_start: float | None = key(None, f"First sigma; {SIGMA_START} with noise.")
@@ -185,70 +184,59 @@ class GRPOConfig(trl.GRPOConfig):
     dynamic_sampling: bool = key(False, "DAPO: replace groups in which all rewards are equal by fresh prompts.")
     dynamic_sampling_metric: str | None = key(
         None,
-        "The reward by which dynamic_sampling tells groups that teach nothing, as in rewards/NAME/mean, or "
-        "total, the weighted sum. Default: accuracy where it is one of reward_funcs, else total.",
+        "The reward by which dynamic_sampling tells groups that teach nothing, as in rewards/NAME/mean, or total, the "
+        "weighted sum; by default accuracy where it is one of reward_funcs, else total.",
     )
     dynamic_sampling_max_rounds: int = key(3, "Rounds of fresh prompts a step, at most.")
     pack_tokens: int | None = key(
         None,
-        "Training runs on rows of real tokens, of at most this many (a longer sequence has a row of its "
-        "own): no padding, and a prompt shared by several completions of a row is computed once. Each row is a "
-        "micro-batch with a backward of its own, unless per_device_train_batch_size or gradient_accumulation_steps "
-        f"cuts the step into micro-batches. Default, -1: as many as the memory plan leaves room for on this GPU, "
-        f"at most {PACK_TOKENS}; {FAST_TOKENS} on a CPU, and {PACK_TOKENS} with one of the two keys. 0: TRL's "
-        "padded batches.",
+        "Training runs on rows of real tokens, of at most this many (a longer sequence has a row of its own): 0 is "
+        f"TRL's padded batches; -1, the default, as many as the memory plan has room for, at most {PACK_TOKENS}; "
+        f"{FAST_TOKENS} on a CPU, and {PACK_TOKENS} beside TRL's keys of micro-batches.",
     )
     # TRL's three keys of batch sizes are None until __post_init__ has filled them in
     per_device_train_batch_size: int = key(
         None,
-        "Completions of a micro-batch, as in TRL. Without it and gradient_accumulation_steps, "
-        "generation_batch_size says how many completions a rollout has, and pack_tokens cuts a step.",
+        "Completions of a micro-batch, as in TRL; without it and gradient_accumulation_steps pack_tokens cuts a step.",
     )
     gradient_accumulation_steps: int = key(
         None, "Micro-batches of a step, as in TRL: 1 if only per_device_train_batch_size is set."
     )
     steps_per_generation: int = key(
         None,
-        "Optimizer steps that a rollout serves, 1 by default. With per_device_train_batch_size or "
-        "gradient_accumulation_steps it is TRL's: the micro-batches of a rollout.",
+        "Optimizer steps that a rollout serves, 1 by default; beside the two keys above its micro-batches.",
     )
     splits_by_tokens: bool = field(default=False, init=False)  # is each packed row a micro-batch of its own?
     skip_zero_advantage: bool | None = key(
         None,
-        "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
-        "forward and backward, for they have no gradient. By default where nothing else depends on them (beta 0, "
-        "no entropy term, packed rows); entropy, log-probability difference and importance in the metrics are "
-        "then of the completions that are computed: one in a micro-batch in which all advantages are 0. "
-        "frac_zero_advantage is the share left out. false: compute them all.",
+        "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's forward and "
+        "backward, for they have no gradient; by default where nothing else depends on them (beta 0, no entropy term, "
+        "packed rows).",
     )
     recompute_layers: int | None = key(
         None,
-        "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the "
-        "backward computes the activations anew. Fewer are faster and take more memory (`qerl doctor --recipe` "
-        "says how much). Default, -1: in as few as the memory plan leaves room for on this GPU; on a CPU in all.",
+        "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the backward computes "
+        "the activations anew; -1, the default, in as few as the memory plan has room for, and on a CPU in all.",
     )
     vllm_kv_cache_memory_bytes: int | None = key(
         None,
-        "Size of the engine's KV cache in bytes, vLLM's kv_cache_memory_bytes: nothing is measured, and "
-        "vllm_gpu_memory_utilization has no effect. For several runs on one GPU, where vLLM's measuring would "
-        "take another run's memory for its own. None: the rest of vllm_gpu_memory_utilization.",
+        "Size of the engine's KV cache in bytes, for several runs on one GPU: nothing is measured, and "
+        "vllm_gpu_memory_utilization has no effect.",
     )
     vllm_speculative_config: dict | str | None = key(
         None,
-        "vLLM's speculative_config: drafts of several tokens, which the policy checks in one step. What is sampled "
-        "keeps its distribution. `{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4}` drafts what "
-        "followed the same tokens before; ngram_gpu and suffix (with arctic-inference) work too. None: no drafts.",
+        "vLLM's speculative_config, drafts of several tokens that the policy checks in one step: `{method: ngram, "
+        "num_speculative_tokens: 4, prompt_lookup_max: 4}`, or ngram_gpu, or suffix with arctic-inference.",
     )
     overlap: int = key(
         0,
-        "vllm_mode: server: rollouts that the server computes ahead. 1: the next one while the trainer trains, on GPUs "
-        "of their own; the adapter that learns is then one rollout older than the one that sampled.",
+        "vllm_mode: server: rollouts that the server computes ahead; 1 is the next one while the trainer trains.",
     )
     rollout_engine: str = key("vllm", "Rollout engine by name, from a plugin or built in.")
     max_tool_tokens: int | None = key(
         None,
-        "Most tokens of what one call of a tool returns; the rest is cut off. None: a text that does not "
-        "fit ends the episode, as in TRL.",
+        "Most tokens of what one call of a tool returns, the rest is cut off; without, one that does not fit ends the "
+        "episode.",
     )
     max_tool_seconds: float | None = key(
         60.0, "Seconds after which a tool is stopped; the policy reads that it was. None: no limit."
@@ -256,8 +244,8 @@ class GRPOConfig(trl.GRPOConfig):
     chat_template: str | None = key(None, "Chat template in place of the model's: Jinja text or a file.")
     response_template: dict | str | None = key(
         None,
-        "transformers' response_template, which finds tool calls in a completion. None is TRL's for "
-        "the chat template, or the tokenizer's own.",
+        "transformers' response_template, which finds tool calls; default: TRL's for the chat template, or the "
+        "tokenizer's own.",
     )
     wandb_entity: str | None = key(None, "Weights & Biases entity.")
     wandb_project: str | None = key(None, "Weights & Biases project.")
