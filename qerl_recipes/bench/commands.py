@@ -48,9 +48,8 @@ def rollout(
         ),
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Repeat each case this often in a round, after one that warms up; default: 3.")
+        int | None, typer.Option(help="Repeat each case this often, after one that warms up; default: 3.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Run all configurations this often, one after the other: A B A B.")] = 1,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Measure each configuration with these caches, such as auto,fp8.")
@@ -95,7 +94,6 @@ def rollout(
         rank=lists[3],
         lengths=lengths,
         repeats=repeats,
-        rounds=rounds,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_dtype=kv_cache_dtype.split(","),
         profile=profile,

@@ -4,7 +4,7 @@ Weights are random and of the real shapes, so nothing is downloaded, and every c
 training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
 their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
 
-Arms run one after the other, with several rounds A B A B. With ``--interleave`` all engines are there at once and each
+Arms run one after the other. With ``--interleave`` all engines are there at once and each
 case is repeated arm by arm, so that what changes about the GPU meanwhile changes for all of them. One arm works at a
 time, and the others wait without a processor; workers of an engine on several GPUs do so from a second after their last
 work on (vLLM's ``SpinCondition``). With ``--profile`` nothing is timed but a decode step, and its kernels.
@@ -54,7 +54,6 @@ def run(
     rank: Sequence[int] = (32,),
     lengths: str | None = None,
     repeats: int | None = None,
-    rounds: int = 1,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Sequence[str] = ("auto",),
     profile: bool = False,
@@ -84,7 +83,7 @@ def run(
     _check_names(arms, rank, kv_cache_dtype, engine, variants, interleave)
     if profile and lengths is not None:
         raise ValueError("--profile looks at a step of equal lengths, and --lengths times a whole rollout; use one")
-    _check_modes(cases, repeats, rounds, tensor_parallel_size, profile, interleave)
+    _check_modes(cases, repeats, tensor_parallel_size, profile, interleave)
     about: dict[str, Any] = {}
     if lengths is not None:
         drawn = {case.batch: uneven.draw(lengths, case.batch) for case in cases}
@@ -119,7 +118,6 @@ def run(
         "rank": list(rank),
         "tensor_parallel_size": tensor_parallel_size,
         "repeats": repeats,
-        "rounds": rounds,
         **({"lengths": about} if about else {}),
         "interleaved": interleave,
         "rest_seconds": rest_seconds,
@@ -142,8 +140,8 @@ def run(
         save(result, output)  # an arm takes minutes, and a run may be cut short
 
     with ended_cleanly(), tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
-        for group in [list(requests)] if interleave else [[name] for _ in range(rounds) for name in requests]:
-            left = {name: {**requests[name], "scratch": folder} for name in group if "failed" not in measured[name]}
+        for group in [list(requests)] if interleave else [[name] for name in requests]:
+            left = {name: {**requests[name], "scratch": folder} for name in group}
             if profile:
                 traces = (output or Path(folder, "profile")).with_suffix("").resolve()
                 for name, request in left.items():
@@ -183,9 +181,7 @@ def _check_names(
         raise ValueError(f"rank is {list(ranks)}; vLLM holds at most rank {ENGINE_RANKS[-1]}")
 
 
-def _check_modes(
-    cases: Sequence[Case], repeats: int | None, rounds: int, gpus: int, profile: bool, interleave: bool
-) -> None:
+def _check_modes(cases: Sequence[Case], repeats: int | None, gpus: int, profile: bool, interleave: bool) -> None:
     if profile:
         if repeats is not None:
             raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
@@ -194,11 +190,8 @@ def _check_modes(
         if gpus > 1:
             raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
         decode_profile.check(min(case.output for case in cases))
-    if interleave and rounds != 1:
-        raise ValueError(f"rounds is {rounds}, and with --interleave every repeat is a round; raise repeats instead")
-    repeats = REPEATS if repeats is None else repeats
-    if min(repeats, rounds) < 1:
-        raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
+    if repeats is not None and repeats < 1:
+        raise ValueError(f"repeats is {repeats}; it is at least 1")
 
 
 def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,7 +281,7 @@ def take_turns(
 
 
 def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
-    """Join a piece of an arm's figures to those before, and work out its rates anew."""
+    """Add a piece of an arm's figures to those before, with its rates."""
     alone = ("failed", "linears", "weights_gib", "kv_cache_tokens", "start_seconds")
     measured |= {name: figures[name] for name in alone if name in figures}
     if "profile" in figures:
@@ -298,21 +291,14 @@ def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
         equal = [case for case in cases if not case.lengths]
         has_own_batch = len({case.batch for case in equal}) == len(equal)
         key = str(batch) if has_own_batch else f"{batch} x {tokens_in} + {tokens_out}"
-        joined = measured.setdefault("batch", {}).setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
-        whole, first = (joined[name] + row[name] for name in ("seconds", "prefill_seconds"))
+        whole, first = row["seconds"], row["prefill_seconds"]
         decoding = [seconds - statistics.median(first) for seconds in whole]
-        joined |= {"seconds": whole, "prefill_seconds": first, **_rate(batch * tokens_out, whole)}
-        joined["decode"] = _rate(batch * (tokens_out - 1), decoding)
-        joined["prefill"] = _rate(batch * tokens_in, first)
+        parts = {"decode": _rate(batch * (tokens_out - 1), decoding), "prefill": _rate(batch * tokens_in, first)}
+        measured.setdefault("batch", {})[key] = {**row, **_rate(batch * tokens_out, whole), **parts}
     if row := figures.get("uneven"):
-        repeated = ("seconds", *(f"below_{few}" for few in FEW))
-        rows = measured.setdefault("uneven", {})
-        before = rows.get(str(row["batch"]), {name: [] for name in repeated})
-        joined = {**row, **{name: before[name] + row[name] for name in repeated}}
-        rows[str(row["batch"])] = {**joined, **_rate(row["tokens"], joined["seconds"])}
+        measured.setdefault("uneven", {})[str(row["batch"])] = {**row, **_rate(row["tokens"], row["seconds"])}
     if prompts := figures.get("prefill"):
-        seconds = measured.get("prefill", {}).get("seconds", []) + prompts["seconds"]
-        measured["prefill"] = {**prompts, "seconds": seconds, **_rate(prompts["tokens"], seconds)}
+        measured["prefill"] = {**prompts, **_rate(prompts["tokens"], prompts["seconds"])}
 
 
 def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:

@@ -116,11 +116,6 @@ def rollout_seconds(parts: Parts, lengths: Sequence[int], prompt: int, at_a_time
     return seconds
 
 
-def ring_seconds(size: int, gpus: int, bandwidth: float, latency: float) -> float:
-    """Return the seconds of an all-reduce by ring of ``size`` bytes, at bytes/s and seconds a hop."""
-    return 2 * (gpus - 1) * (size / gpus / bandwidth + latency)
-
-
 def ways(parts: Parts, engines: int) -> tuple[float, float]:
     """Return the seconds of an adapter to so many servers: one after the other, and as a tree of who has it already."""
     return engines * parts.push, math.ceil(math.log2(engines + 1)) * parts.push
@@ -145,7 +140,7 @@ def step(
         waits.append(1 - statistics.mean(times) / max(times))
         trainers.append(max(sum(own) + len(own) * prompt for own in dealt) * parts.training)
     found = {"rollout": statistics.mean(engines), "training": statistics.mean(trainers)}
-    found["all_reduce"] = ring_seconds(parts.adapter, gpus, bandwidth, latency)
+    found["all_reduce"] = 2 * (gpus - 1) * (parts.adapter / gpus / bandwidth + latency)  # by ring
     found["step"] = sum(found.values()) + parts.rest
     one_by_one, tree = ways(parts, gpus)
     return {**found, "waiting": statistics.mean(waits), "one_by_one": one_by_one, "tree": tree}
