@@ -74,7 +74,7 @@ def _write_page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Pa
             continue
         write_text(folder / name, content.to_csv(index=False, float_format="%.5g", lineterminator="\n"))
     pages.draw(study, rows, values, folder / pages.CURVES)
-    write_text(folder / "README.md", pages.page(study, rows, values, found, file, folder / TABLE))
+    write_text(folder / "README.md", pages.page(study, rows, values, found, file))
     return found
 
 

@@ -26,7 +26,7 @@ OF_CLAIMS = (
 )
 
 
-def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path, table: Path) -> str:
+def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path) -> str:
     """Return the page of a study with its comparisons ``found``: question, answer, one table, one plot, commands."""
     title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
     lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
@@ -41,8 +41,7 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
     lines += [
         f"![{metrics} over the steps]({CURVES})",
         "",
-        f"*{metrics.capitalize()} over the steps. Line: mean over the seeds of the {SMOOTHING}-step running mean. "
-        "Band: range of the seeds.*",
+        f"*Mean and range of the seeds, {SMOOTHING}-step running means.*",
         "",
         " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
         *([f"{named_cut}."] if named_cut else []),
@@ -51,7 +50,6 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
         "",
         "```bash",
         f"qerl study {file}  # run it",
-        f"qerl study {file} --table {table}  # this page anew",
         "```",
     ]
     return "\n".join(lines) + "\n"
@@ -174,7 +172,11 @@ def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
         elif claim != what and claim in claims:
             shown = [effect(row) for row in found[found.claim == claim].to_dict("records") if row.get("seeds", 0) > 0]
         elif (gains := what.removeprefix("gain of ")) in study.arms and gains != what:
-            shown = _gain(study, values, names.get(gains, ""))
+            after, before = (
+                of_arm(values, f"{of}{ACCURACY}", names.get(gains, ""), study.seeds) for of in ("", "base_")
+            )
+            raised = compare((gains, gains), after, pd.Series(before.mean(), index=after.index))
+            shown = [] if raised is None else [effect(asdict(raised) | {"metric": ACCURACY})]
         elif pair in study.comparisons:
             row = found[(found.kind == PLANNED) & (found.a == names.get(pair[0])) & (found.b == names.get(pair[1]))]
             shown = [effect(row) for row in row.to_dict("records")]
@@ -184,13 +186,6 @@ def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
             return ""
         figures[what] = shown[0]
     return re.sub(r"\{([^{}]+)\}", lambda match: figures[match[1]], study.afterwards.answer.strip())
-
-
-def _gain(study: Study, values: pd.DataFrame, label: str) -> list[str]:
-    """Return by how much training raised an arm's accuracy over the base's mean, with its interval over seeds."""
-    after, before = (of_arm(values, metric, label, study.seeds) for metric in (ACCURACY, f"base_{ACCURACY}"))
-    found = compare((label, label), after, pd.Series(before.mean(), index=after.index))
-    return [] if found is None else [effect(asdict(found) | {"metric": ACCURACY})]
 
 
 def markdown(table: pd.DataFrame) -> list[str]:

@@ -63,7 +63,9 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
-    environment = _environment(jobs)  # before torch and what it imports have added to it
+    environment = processes.inherited()  # before torch and what it imports have added to it
+    if jobs > 1:  # a share of the processor's threads, which torch would let spin
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     check(study)
     folder.mkdir(parents=True, exist_ok=True)
     busy = StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder")
@@ -175,14 +177,6 @@ def visible_gpus() -> list[str]:
     return names if len(names) > 1 else []
 
 
-def _environment(jobs: int) -> dict[str, str]:
-    """Return this process's environment with a share of the processor's threads, which torch would let spin."""
-    found = processes.inherited()
-    if jobs > 1:
-        found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
-    return found
-
-
 @contextlib.contextmanager
 def _ends_in_order(machine: Machine, minutes: float | None) -> Iterator[None]:
     """SIGTERM, Ctrl-C and the end of ``minutes`` tell the runs to end, and this process waits for them."""
@@ -266,7 +260,12 @@ def _train(
     folder = root / one.folder
     begun[one.folder] = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    _wait_for_the_last(folder, machine)
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and not machine.stopping.is_set():
+        # a killed study may have left a training behind, which saves its state and ends
+        with contextlib.suppress(BlockingIOError), locked(folder, BlockingIOError()):
+            break
+        time.sleep(0.2)
 
     def attempt() -> int | None:
         keys = {**one.keys, "seed": one.seed, "output_dir": str(folder)}
@@ -348,17 +347,6 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
         }
         missing.append({**settings, **options})
     return missing
-
-
-def _wait_for_the_last(folder: Path, machine: Machine) -> None:
-    """Wait for a training that a killed study has left behind to save its state and end, but not for ever."""
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until and not machine.stopping.is_set():
-        try:
-            with locked(folder, BlockingIOError()):
-                return
-        except BlockingIOError:
-            time.sleep(0.2)
 
 
 def _failure(one: Run, folder: Path, code: int | None, machine: Machine) -> list[str]:

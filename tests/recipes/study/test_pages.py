@@ -33,7 +33,7 @@ def accuracies(of_a, of_b, first=0):
 
 
 def page_of(plan, rows, values):
-    return pages.page(plan, rows, values, results.compared(plan, values), Path("study.yaml"), Path(TABLE))
+    return pages.page(plan, rows, values, results.compared(plan, values), Path("study.yaml"))
 
 
 # These tests are about the committed studies.
@@ -57,9 +57,7 @@ def test_committed_pages_are_those_of_the_committed_tables(at_root):
         found[file] = study, rows, values
         comparisons[file] = results.compared(study, values)
         page = (table.parent / "README.md").read_text()
-        assert page == pages.page(study, rows, values, comparisons[file], file, table), (
-            "run: qerl study recipes/studies"
-        )
+        assert page == pages.page(study, rows, values, comparisons[file], file), "run: qerl study recipes/studies"
         tables = {pages.COMPARISONS: comparisons[file]}
         tables[pages.CONFIGURATIONS] = results.by_arm(study, rows, values)
         for name, content in tables.items():
