@@ -352,14 +352,11 @@ def demo(
     seed: Annotated[int, typer.Option(help="of training; the same seed gives the same numbers")] = 0,
     steps: Annotated[int, typer.Option(help="GRPO steps")] = 60,
     problems: Annotated[int, typer.Option(help="held-out problems to evaluate on, up to 512")] = 512,
-    from_scratch: Annotated[
-        bool, typer.Option(help="train the starting model too, instead of the one shipped")
-    ] = False,
 ) -> None:
     """Quantize, train and evaluate a 0.3M-parameter model on a CPU: it shows the wiring and nothing else."""
     from qerl_recipes.demo.run import run
 
-    raise typer.Exit(run(output=output, seed=seed, steps=steps, problems=problems, from_scratch=from_scratch) or 0)
+    raise typer.Exit(run(output=output, seed=seed, steps=steps, problems=problems))
 
 
 def main() -> None:

@@ -34,9 +34,7 @@ ROWS = {
 }
 
 
-def run(
-    output: str | Path = "runs/demo", seed: int = 0, steps: int = 60, problems: int = 512, from_scratch: bool = False
-) -> int:
+def run(output: str | Path = "runs/demo", seed: int = 0, steps: int = 60, problems: int = 512) -> int:
     """Run the demo; write ``report.html``, ``adapter/`` and ``summary.json`` into ``output``; return the exit code.
 
     The code is 0 if the adapter is at least ten points more accurate than its base and their 95 % intervals do not
@@ -57,10 +55,6 @@ def run(
         "about the method.\n"
     )
     base, packed = RECIPES / "starting_model", folder / "nvfp4"
-    if from_scratch:
-        console.print("[bold]0/4[/bold] Teaching the starting model")
-        base = folder / "starting_model"
-        _python("qerl_recipes.demo.starting_model", base, "--seed", 1 + seed)
     console.print("[bold]1/4[/bold] Quantizing it to NVFP4")
     quantize_checkpoint(base, packed)
     console.print(f"[bold]2/4[/bold] Training an adapter on the NVFP4 weights: GRPO with noise, {steps} steps")
@@ -68,7 +62,10 @@ def run(
     overrides = {"model_name_or_path": packed, "output_dir": folder, "max_steps": steps, "seed": seed}
     overrides |= {"dataset_seed": seed, "save_strategy": "no"}
     arguments = (part for key, value in overrides.items() for part in (f"--{key}", value))
-    _python("qerl_recipes.cli", "train", "--config", recipe, *arguments)
+    # in a process of its own, with which its engine ends
+    line = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", recipe, *arguments]
+    if processes.run(list(map(str, line))):
+        raise RuntimeError(f"a stage of the demo failed: {' '.join(map(str, line))}")
     console.print(f"[bold]3/4[/bold] Evaluating base and adapter on {problems} held-out problems")
     _evaluate(folder, base, packed, problems)
     console.print("[bold]4/4[/bold] Writing the report\n")
@@ -113,13 +110,6 @@ def _evaluate(folder: Path, base: Path, packed: Path, problems: int) -> None:
             gpu_memory_utilization=0.3,
             quiet=True,
         )
-
-
-def _python(module: str, *arguments: object) -> None:
-    """Run a module in a process of its own, with which its engine ends; raise RuntimeError if it fails."""
-    line = [sys.executable, "-m", module, *map(str, arguments)]
-    if processes.run(line):
-        raise RuntimeError(f"a stage of the demo failed: {' '.join(line)}")
 
 
 def _conclude(console: Console, results: dict[str, dict[str, Any]], page: Path, seconds: float) -> int:

@@ -95,10 +95,10 @@ def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> Batch:
     return ids, labels
 
 
-def train(model: PreTrainedModel, seed: int, most_steps: int = MOST_STEPS) -> int:
+def train(model: PreTrainedModel, seed: int) -> int:
     """Train ``model`` in place and return the number of steps; held-out prompts are never drawn.
 
-    Raise ValueError if step-by-step answers are not mastered after ``most_steps`` of the first stage.
+    Raise ValueError if step-by-step answers are not mastered after ``MOST_STEPS`` of the first stage.
     """
     rng = random.Random(1000 + seed)
     held_out = {problem.prompt for problem in running_sum.held_out()}
@@ -106,12 +106,12 @@ def train(model: PreTrainedModel, seed: int, most_steps: int = MOST_STEPS) -> in
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     mastered, step = 0.0, 0
     with Progress(transient=True) as progress:
-        bar = progress.add_task("learning to work step by step", total=most_steps)
+        bar = progress.add_task("learning to work step by step", total=MOST_STEPS)
         while mastered < MASTERED:
-            if step >= most_steps:
+            if step >= MOST_STEPS:
                 raise ValueError(
                     f"seed {seed}: {step} steps of supervised training reach {mastered:.1%} of {MASTERED:.0%} accuracy "
-                    "step by step; try another --seed, or more --most-steps"
+                    "step by step; try another --seed"
                 )
             update(model, optimizer, draw_batch(rng, 1.0, held_out), learning_rate(step, 0))
             step += 1
@@ -168,10 +168,10 @@ def check_worth_learning(model: PreTrainedModel, problems: Sequence[Problem]) ->
     return {"greedy": of_itself, "step_by_step": thinking}
 
 
-def make(out: str | Path, seed: int = 1, most_steps: int = MOST_STEPS) -> dict[str, float]:
+def make(out: str | Path, seed: int = 1) -> dict[str, float]:
     """Train and save a starting model; return its figures. Raise ValueError if it is not worth learning from."""
     model = new_model(seed)
-    steps = train(model, seed, most_steps)
+    steps = train(model, seed)
     model.to(torch.bfloat16)
     measured = check_worth_learning(model, running_sum.held_out())
     model.save_pretrained(out)
@@ -184,9 +184,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--most-steps", type=int, default=MOST_STEPS, help="of the first stage")
     options = parser.parse_args(argv)
-    print(json.dumps(make(options.out, options.seed, options.most_steps)))
+    print(json.dumps(make(options.out, options.seed)))
 
 
 if __name__ == "__main__":
