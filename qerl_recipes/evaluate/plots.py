@@ -8,7 +8,6 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -67,12 +66,6 @@ def colours(labels: Iterable[str]) -> list[str]:
     return [COLOUR_OF[label] if label in COLOUR_OF else next(others) for label in labels]
 
 
-def running_mean(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and the ``SMOOTHING - 1`` before it, as far as they are finite, else nan."""
-    finite = pandas.Series(values, dtype=float).replace([np.inf, -np.inf], np.nan)
-    return finite.rolling(SMOOTHING, min_periods=1).mean().tolist()
-
-
 def curves(
     title: str,
     steps: Sequence[int],
@@ -94,14 +87,12 @@ def curves(
         for colour, (label, values) in zip(colours(series), series.items(), strict=True):
             if smooth:
                 axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1, marker=marker)
-                axes.plot(steps, running_mean(values), color=colour, linewidth=1.8, label=label)
+                finite = pandas.Series(values, dtype=float).replace([np.inf, -np.inf], np.nan)
+                mean = finite.rolling(SMOOTHING, min_periods=1).mean()
+                axes.plot(steps, mean, color=colour, linewidth=1.8, label=label)
             else:
-                looks: dict[str, Any] = {
-                    "drawstyle": "steps-post" if stairs else "default",
-                    "linewidth": 1.5,
-                    "markersize": 4,
-                }
-                axes.plot(steps, values, color=colour, label=label, marker=marker, **looks)
+                drawstyle = "steps-post" if stairs else "default"
+                axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, drawstyle=drawstyle)
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

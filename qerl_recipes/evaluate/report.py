@@ -103,6 +103,8 @@ def write(folder: str | Path) -> Path:
     metrics = [line for line in lines if not any(key.startswith("eval/") for key in line)]
     held_out = [line for line in lines if any(key.startswith("eval/") for key in line)]
     title, subtitle = _heading(folder, state, len(metrics))
+    places = [place for place in (folder, folder / LAST) if (place / CONFIG).is_file() and (place / TENSORS).is_file()]
+    adapters = [open_adapter(place).sha256() for place in places]  # further training may have changed them
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text("utf-8"))
     html = template.render(
         title=title,
@@ -114,10 +116,14 @@ def write(folder: str | Path) -> Path:
         of_training=evaluation.get("of_training") or [],
         source=[str(path.relative_to(folder)) for path in (file, *older)],
         differences=_differences(folder, state, evaluation) if rows else [],
-        is_another_adapter=_is_another_adapter(folder, evaluation),
+        is_another_adapter=bool(adapters) and evaluation.get("adapter_sha256") not in (None, *adapters),
         several_tasks=len({row.task for row in rows}) > 1,
         pictures=_pictures(metrics, held_out),
-        first_and_last=_first_and_last(metrics),
+        first_and_last=[
+            (name, _mean(metrics[:EDGE], key, form), _mean(metrics[-EDGE:], key, form))
+            for key, name, form in SHOWN
+            if any(key in step for step in metrics)
+        ],
         too_many_cut=[*too_many_cut(evaluation), *unscored(evaluation)],
         episodes=_episodes(evaluation),
         clipped_warning=_clipped_warning(metrics, state.get("recipe") or {}),
@@ -173,13 +179,6 @@ def _episodes(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
             success_at = evaluation.get("acting", {}).get("success_at")
             parts.append({**part, "success_at": success_at, "shown": problem, "episodes": episodes, "turns": turns})
     return parts
-
-
-def _is_another_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:
-    """Return True if the folder holds adapters, but not the one that was evaluated, as after further training."""
-    judged, places = evaluation.get("adapter_sha256"), [folder, folder / LAST]
-    adapters = [place for place in places if (place / CONFIG).is_file() and (place / TENSORS).is_file()]
-    return judged is not None and bool(adapters) and judged not in [open_adapter(one).sha256() for one in adapters]
 
 
 def _differences(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -307,13 +306,6 @@ def _clipped_warning(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -
     longest = recipe.get("max_completion_length")
     limit = "max_completion_length" if longest is None else f"max_completion_length={longest}"
     return f"In the last steps {cut:.0%} of the completions were cut at {limit}; rewards are of what they had written."
-
-
-def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the rows of the training table: name, mean over the first steps, mean over the last steps."""
-    edges = metrics[:EDGE], metrics[-EDGE:]
-    logged = [row for row in SHOWN if any(row[0] in step for step in metrics)]
-    return [(name, _mean(edges[0], key, form), _mean(edges[1], key, form)) for key, name, form in logged]
 
 
 def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:

@@ -68,11 +68,6 @@ class AdapterFolder:
                     "an adapter here (embeddings and lm_head cannot); train one without it"
                 )
 
-    @property
-    def has_norms(self) -> bool:
-        """Return True if norms were trained with the adapter."""
-        return (self.path / NORMS).is_file()
-
     def check_base(self, base_hash: str) -> None:
         """Raise CheckpointMismatch if ``state`` says that the adapter was trained on another base."""
         if self.state.get("base_hash", base_hash) != base_hash:

@@ -118,7 +118,8 @@ def add_device(report: Report) -> None:
         report.rows.append(
             (f"GPU {index}", name, f"compute capability {capability[0]}.{capability[1]}, {memory:.0f} GB")
         )
-        report.rows.append(("", "", tested_as(name)))
+        tested = (f"{model}: {what}" for model, what in GPUS.items() if model in name)
+        report.rows.append(("", "", next(tested, "an unknown GPU: not tested")))
         if capability < OLDEST_CAPABILITY:
             report.problems.append(
                 f"GPU {index} ({name}) has compute capability {capability[0]}.{capability[1]}; Marlin FP4 needs "
@@ -166,11 +167,6 @@ def add_engine(report: Report, config: Any) -> None:
     }
     for name, (is_on, reason) in settings.items():
         report.rows.append(("engine", name, "on" if is_on else f"OFF, which is slower: {reason or 'by vLLM itself'}"))
-
-
-def tested_as(name: str) -> str:
-    """Say what was tested on a device, given the name that its driver reports."""
-    return next((f"{model}: {tested}" for model, tested in GPUS.items() if model in name), "an unknown GPU: not tested")
 
 
 def driver_version() -> str:

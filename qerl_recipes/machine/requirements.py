@@ -20,21 +20,6 @@ def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a line for each package, access to the hub, GPU, process or token of a server that is missing."""
     if training.quantization == "nf4" and not is_bitsandbytes_available():
         yield f"quantization: nf4 holds the weights by bitsandbytes, which is not installed; {BITSANDBYTES}"
-    yield from _optimizer(training)
-    attention = model.attn_implementation
-    if attention is not None and attention not in ATTENTIONS:
-        yield f"attn_implementation cannot be {attention!r}; it is one of {', '.join(ATTENTIONS)}"
-    yield from _trackers(training)
-    yield from _hub(training)
-    if training.n_gpu > 1:
-        yield (
-            f"this process sees {training.n_gpu} GPUs and trains on one: set CUDA_VISIBLE_DEVICES=0, or start a "
-            "process for each with accelerate launch"
-        )
-    yield from _token(training) if training.vllm_mode == SERVER else _engine(training)
-
-
-def _optimizer(training: GRPOConfig) -> Iterator[str]:
     try:
         Trainer.get_optimizer_cls_and_kwargs(training)
     except ImportError as error:
@@ -43,15 +28,31 @@ def _optimizer(training: GRPOConfig) -> Iterator[str]:
         yield f"optim: {name} needs a package that is not installed; {way_out}, or use optim: adamw_torch"
     except ValueError as error:
         yield f"optim: {training.optim.value}: {error}"
-
-
-def _trackers(training: GRPOConfig) -> Iterator[str]:
+    attention = model.attn_implementation
+    if attention is not None and attention not in ATTENTIONS:
+        yield f"attn_implementation cannot be {attention!r}; it is one of {', '.join(ATTENTIONS)}"
     installed = {*get_available_reporting_integrations(), "flyte"}  # transformers has no check of flyte
     for name in training.report_to or ():
         if name not in INTEGRATION_TO_CALLBACK:
             yield f"report_to cannot be {name!r}; it is one of none, {', '.join(INTEGRATION_TO_CALLBACK)}"
         elif name not in installed:
             yield f"report_to: {name} is not installed; pip install {name}, or use --report_to none"
+    yield from _hub(training)
+    if training.n_gpu > 1:
+        yield (
+            f"this process sees {training.n_gpu} GPUs and trains on one: set CUDA_VISIBLE_DEVICES=0, or start a "
+            "process for each with accelerate launch"
+        )
+    if training.vllm_mode == SERVER:
+        yield from _token()
+        return
+    if training.vllm_enable_sleep_mode and training.device.type != "cuda":
+        yield "vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out"
+    if training.world_size % training.vllm_tensor_parallel_size:
+        yield (
+            f"vllm_tensor_parallel_size ({training.vllm_tensor_parallel_size}) must divide the number of trainer "
+            f"processes ({training.world_size}); start that many with accelerate launch"
+        )
 
 
 def _hub(training: GRPOConfig) -> Iterator[str]:
@@ -76,18 +77,7 @@ def _hub(training: GRPOConfig) -> Iterator[str]:
             yield f"{key}: {endpoint} does not take this token ({first}); check token and network, or {way_out}"
 
 
-def _engine(training: GRPOConfig) -> Iterator[str]:
-    """Yield what an engine in the trainer's process lacks."""
-    if training.vllm_enable_sleep_mode and training.device.type != "cuda":
-        yield "vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out"
-    if training.world_size % training.vllm_tensor_parallel_size:
-        yield (
-            f"vllm_tensor_parallel_size ({training.vllm_tensor_parallel_size}) must divide the number of trainer "
-            f"processes ({training.world_size}); start that many with accelerate launch"
-        )
-
-
-def _token(training: GRPOConfig) -> Iterator[str]:
+def _token() -> Iterator[str]:
     """Yield what is wrong with the admin token under which the policy is pushed to a server."""
     try:
         if configured_token() is None:

@@ -78,16 +78,6 @@ def run_in_a_process(program, given, seconds):  # type: ignore[no-untyped-def]
     return ended.returncode, ended.stdout.decode(errors="replace"), time.monotonic() - begin
 
 
-def script_for(program: str, tests: Sequence[Sequence[str]]) -> str:
-    """Return a Python script whose last expression is the share of passed tests."""
-    functions = "\n\n".join(inspect.getsource(each) for each in (same_output, share_of_passed, run_in_a_process))
-    arguments = json.dumps([program, [list(test) for test in tests], SECONDS, TOTAL_SECONDS])
-    return (
-        f"import json, subprocess, sys, time\n\n{functions}\n"
-        f"share_of_passed(run_in_a_process, *json.loads({arguments!r}))\n"
-    )
-
-
 def judge_of(script: ScriptArguments) -> Judge:
     """Return the judge that ``code_provider`` names; raise ConfigError for an unknown one or what it lacks."""
     providers = {"e2b": _e2b, "morph": _morph, "piston": _piston, "local": _local}
@@ -131,8 +121,12 @@ def _local(script: ScriptArguments) -> Judge:
 def _elsewhere(result_of: Callable[[str], Any]) -> Judge:
     """Return a judge with a provider that runs whole scripts; ``result_of(script)`` is what a script gives."""
 
+    functions = "\n\n".join(inspect.getsource(each) for each in (same_output, share_of_passed, run_in_a_process))
+
     def judge(program: str, tests: Sequence[Sequence[str]]) -> float:
-        result = str(result_of(script_for(program, tests)))
+        arguments = json.dumps([program, [list(test) for test in tests], SECONDS, TOTAL_SECONDS])
+        last_line = f"share_of_passed(run_in_a_process, *json.loads({arguments!r}))"  # its value is the result
+        result = str(result_of(f"import json, subprocess, sys, time\n\n{functions}\n{last_line}\n"))
         try:
             share = float(result.strip().rpartition("\n")[2])  # other lines are the program's
         except ValueError:

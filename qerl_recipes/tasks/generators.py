@@ -63,12 +63,11 @@ def table(problems: list[Problem]) -> Dataset:
     return Dataset.from_list([{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
 
 
-def draw_numbers(rng: random.Random) -> Problem:
-    """Draw a problem of ``pick_number``; each call advances ``rng``."""
+def _draw(rng: random.Random) -> Problem:
     choice = rng.choice(list(_CHOICES))
     numbers = rng.sample(range(LIMIT), NUMBERS)
     prompt = f"What is the {choice} of these numbers: {', '.join(map(str, numbers))}?"
     return Problem(prompt, str(_CHOICES[choice](numbers)))
 
 
-PICK_NUMBER = Generator("pick_number", draw_numbers, held_out_count=1000)
+PICK_NUMBER = Generator("pick_number", _draw, held_out_count=1000)

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import get_peft_config
 
 from qerl_recipes.files import base_model, run_state
-from qerl_recipes.files.adapter import CONFIG, AdapterFolder, open_adapter
+from qerl_recipes.files.adapter import CONFIG, NORMS, AdapterFolder, open_adapter
 from qerl_recipes.files.run_state import CheckpointMismatch, Run, recorded
 from qerl_recipes.hooks import Reward, collect, unknown_names
 from qerl_recipes.machine.gpu import Gpu
@@ -258,7 +258,7 @@ def _open_start(script: ScriptArguments, training: GRPOConfig, problems: list[st
         problems.append(
             f"adapter_name_or_path: {file}: lora_alpha: 0 {checks.WITHOUT_SCALE}; begin from another adapter"
         )
-    if training.beta and start.has_norms:
+    if training.beta and (start.path / NORMS).is_file():
         problems.append(
             f"beta needs a reference without trained norms, and {script.adapter_name_or_path} has some; use beta: 0"
         )
