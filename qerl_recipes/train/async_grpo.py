@@ -29,13 +29,16 @@ from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from qerl_recipes.model import loading
 from qerl_recipes.rollout.episodes import read_any_text
-from qerl_recipes.rollout.server_link import AnotherPolicyError
+from qerl_recipes.rollout.server_link import AnotherPolicyError, ServerRefusedError
 from qerl_vllm_plugin.client import VERSION_HEADER, PolicyClient
 from qerl_vllm_plugin.server.token import configured_token
 
 
 class CheckedLoop(_AsyncRolloutLoop):
-    """Sample as TRL does, check which policies have computed an answer, and read calls of any depth."""
+    """Sample as TRL does, check which policies have computed an answer, and read calls of any depth.
+
+    A request that the server refuses ends the run, with what the server says.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -45,6 +48,8 @@ class CheckedLoop(_AsyncRolloutLoop):
         async def post() -> dict[str, Any]:
             before, limit = self.model_version, aiohttp.ClientTimeout(total=timeout)
             async with self.session.post(f"{self.vllm_server_url}{path}", json=payload, timeout=limit) as response:
+                if 400 <= response.status < 500:  # TRL would ask again for minutes, and not say why
+                    raise ServerRefusedError(f"the server refuses a request: {await response.text()}")
                 response.raise_for_status()
                 answer: dict[str, Any] = await response.json()
             # the server has a new version a moment before this process hears of it

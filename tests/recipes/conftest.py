@@ -299,13 +299,13 @@ def scripted() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def policy_server(serve_policy: Callable[..., Any], hold_port: Callable[[], int]) -> Callable[[Path], tuple[str, Any]]:
-    """Return policy_server(model), which starts a server; it returns address and client once the server answers."""
+def policy_server(serve_policy: Callable[..., Any], hold_port: Callable[[], int]) -> Callable[..., tuple[str, Any]]:
+    """Return policy_server(model, *options), which starts a server; once it answers, it returns address and client."""
     from qerl_vllm_plugin.client import PolicyClient
 
-    def start(model: Path) -> tuple[str, Any]:
+    def start(model: Path, *options: str) -> tuple[str, Any]:
         port = hold_port()
-        process, url = serve_policy(model, port), f"http://127.0.0.1:{port}"
+        process, url = serve_policy(model, port, *options), f"http://127.0.0.1:{port}"
         client = PolicyClient(url, TOKEN)
 
         def answers() -> Any:
