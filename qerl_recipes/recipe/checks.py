@@ -6,7 +6,9 @@ it names the key, the limit and the way out.
 
 import dataclasses
 import importlib.util
+import json
 import os
+import shlex
 import urllib.parse
 from collections.abc import Iterator
 
@@ -34,11 +36,10 @@ BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning
 API_KEY = "VLLM_API_KEY"  # environment variable, which the server reads too
 ADDRESS_KEYS = ("vllm_server_host", "vllm_server_port")
 SERVER_KEYS = ("vllm_server_base_url", *ADDRESS_KEYS, "vllm_server_timeout", "overlap")
-# keys of an engine in the trainer's process -> what to set on a server instead
+# keys of memory that an engine in the trainer's process takes -> what to set on a server instead
 ENGINE_KEYS = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
     "vllm_kv_cache_memory_bytes": "--kv-cache-memory-bytes of the server",
-    "vllm_speculative_config": "--speculative-config of the server",
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works",
 }
 # fields of vLLM's SamplingParams that a request to /v1/completions accepts under the same name
@@ -263,6 +264,12 @@ def _tools(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
             )
 
 
+def not_for_drafts(training: GRPOConfig) -> str:
+    """Return the names of the recipe's sampling parameters that vLLM does not apply to drafts, "" for none."""
+    parameters = sampling_parameters(training)
+    return " and ".join(name for name in ("min_p", "logit_bias") if parameters.get(name))
+
+
 def _drafts(training: GRPOConfig) -> Iterator[str]:
     """Yield what is wrong with ``vllm_speculative_config``, and what vLLM cannot sample with drafts."""
     if (drafts := training.vllm_speculative_config) is None:
@@ -285,9 +292,8 @@ def _drafts(training: GRPOConfig) -> Iterator[str]:
         yield f"{here}: suffix_decoding_max_cached_requests must be 0; a resumed run would lack what is cached"
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         yield f"{here}: suffix needs the package arctic-inference, which is not installed; use ngram"
-    parameters = sampling_parameters(training)
-    if wrong := [name for name in ("min_p", "logit_bias") if parameters.get(name)]:
-        yield f"vLLM does not apply {' and '.join(wrong)} to drafts; remove it or {here}"
+    if wrong := not_for_drafts(training):
+        yield f"vLLM does not apply {wrong} to drafts; remove it or {here}"
 
 
 def _overlap(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
@@ -403,6 +409,11 @@ def server_problems(training: GRPOConfig) -> Iterator[str]:
         yield (
             f"vllm_tensor_parallel_size: {size} is of an engine among the trainer's processes; with vllm_mode: "
             f"{SERVER} start the server with --tensor-parallel-size {size}, and remove the key"
+        )
+    if (drafts := training.vllm_speculative_config) is not None:
+        yield (
+            f"vllm_speculative_config is of an engine in the trainer's process; with vllm_mode: {SERVER} start the "
+            f"server with --speculative-config {shlex.quote(json.dumps(drafts))}, and remove the key"
         )
     yield from _address_problems(training)
     if not training.vllm_server_timeout > 0:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 
 from qerl_recipes.files.run_state import what_is_kept
-from qerl_recipes.recipe.checks import API_KEY, DRAFTS
+from qerl_recipes.recipe.checks import API_KEY, DRAFTS, not_for_drafts
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_vllm_plugin.adapter.folder import base_hash
@@ -87,13 +87,17 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Needs:
-    """Hold what a recipe needs of a server: base and its hash, adapter's rank, dtype, and tokens of a sequence."""
+    """Hold what a recipe needs of a server: base and its hash, adapter's rank, dtype, and tokens of a sequence.
+
+    ``undrafted`` names the recipe's sampling parameters that vLLM does not apply to drafts.
+    """
 
     base: str
     base_hash: str
     rank: int
     dtype: str
     tokens: int
+    undrafted: str = ""
 
     def lacking(self, state: Mapping[str, Any]) -> list[str]:
         """Return one line for each way in which a server in this ``state`` does not fit, with the way out."""
@@ -122,6 +126,11 @@ class Needs:
             misfits.append(
                 f"it drafts by a second model ({state['speculative']}), which has neither adapter nor noise; start it "
                 f"without --speculative-config, or with one of the methods {', '.join(DRAFTS)}"
+            )
+        elif state["speculative"] and self.undrafted:
+            misfits.append(
+                f"it drafts ({state['speculative']}), and vLLM does not apply {self.undrafted} to drafts; remove that, "
+                "or start the server without --speculative-config"
             )
         if state["max_model_len"] < self.tokens:
             misfits.append(
@@ -155,7 +164,7 @@ class ServerLink:
         self._policy = PolicyClient(*options, transport="auto" if processes == 1 else "http")
         self._async_policy, self._processes = AsyncPolicyClient(*options), processes
         longest = training.vllm_max_model_length or 1 + (training.max_completion_length or 0)
-        self._needs = Needs(base, base_hash(base), rank, dtype, longest)
+        self._needs = Needs(base, base_hash(base), rank, dtype, longest, not_for_drafts(training))
         state = self.state()
         # a fresh server is at version 0, or 1 with its own adapter; ours start at 2, so it is never at one of ours
         self.version, self.tokens = max(state["version"], 1), int(state["max_model_len"])

@@ -140,6 +140,11 @@ REFUSED = [
     ),
     ("--vllm_mode server --rollout_engine x", "vllm_mode: server is a mode of rollout_engine: vllm, not of x; remove"),
     ("--vllm_mode server --vllm_tensor_parallel_size 2", "start the server with --tensor-parallel-size 2, and remove"),
+    (
+        "--vllm_mode server --vllm_speculative_config "
+        '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":2}',
+        """start the server with --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_""",
+    ),
     ("--vllm_mode server --vllm_server_timeout 0", "vllm_server_timeout must be above 0 seconds, not 0"),
     (
         "--vllm_mode server --vllm_server_base_url gpu1:80",

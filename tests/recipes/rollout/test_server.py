@@ -361,8 +361,9 @@ def test_a_server_that_is_started_again_as_another_is_refused_by_name(against, m
         "its adapter has at most rank 2 and this one has 4": {"max_rank": 2},
         "it holds sequences of 8 tokens": {"max_model_len": 8},
         "start it with --logprobs-mode processed_logprobs": {"logprobs_mode": "raw_logprobs"},
+        "vLLM does not apply min_p to drafts": {"speculative": "ngram"},
     }
-    rollouts = against().vllm_generation
+    rollouts = against(min_p=0.02).vllm_generation
     rollouts.begin(0, None)
     link, state = rollouts._link, rollouts._link.state()
     monkeypatch.setattr(link._policy, "swap", lambda *given, **named: pytest.fail("it was given the policy"))

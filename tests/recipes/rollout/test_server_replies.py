@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,12 +42,16 @@ FITTING = {
         ),
         ({"quantization": None}, "its quantization is None; start it with --quantization qerl_nvfp4"),
         ({"speculative": "eagle"}, r"it drafts by a second model \(eagle\).*; start it without --speculative-config"),
+        (
+            {"speculative": "ngram"},
+            r"it drafts \(ngram\), and vLLM does not apply min_p to drafts; remove that, or",
+        ),
         ({"carrier": "lora"}, "it has no resident adapter; start it with --additional-config"),
     ],
 )
 def test_a_server_that_does_not_fit_is_named_with_the_way_out(change, text):
-    needs = Needs("/models/a", "0" * 64, rank=4, dtype="bfloat16", tokens=64)
-    assert needs.lacking(FITTING) == []
+    needs = Needs("/models/a", "0" * 64, rank=4, dtype="bfloat16", tokens=64, undrafted="min_p")
+    assert needs.lacking(FITTING) == replace(needs, undrafted="").lacking({**FITTING, "speculative": "ngram"}) == []
     (line,) = needs.lacking({**FITTING, **change})
     assert re.match(text, line)
     without = {key: value for key, value in FITTING.items() if key != "logprobs_mode"}
