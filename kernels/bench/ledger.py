@@ -106,8 +106,15 @@ def listed(values: Iterable[str]) -> str:
 
 
 def rollouts(files: dict[str, dict[str, Any]]) -> str:
-    """Return tokens per second of every rollout file, and each configuration's speed relative to the file's first."""
-    found = {name: result for name, result in files.items() if name.startswith(("rollout", "prefill"))}
+    """Return tokens per second of every rollout file, and each configuration's speed relative to the file's first.
+
+    Files of unequal lengths have a table of their own.
+    """
+    found = {
+        name: result
+        for name, result in files.items()
+        if name.startswith(("rollout", "prefill")) and "lengths" not in result
+    }
     sizes = sorted(
         {size for result in found.values() for arm in result["arms"].values() for size in arm.get("batch", ())}, key=int
     )
