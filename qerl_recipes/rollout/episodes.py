@@ -39,6 +39,10 @@ from qerl_recipes.tasks.time_limit import ToolTimeout, time_limit, wait_for
 Message = dict[str, Any]
 GRACE = 5.0  # seconds that an async tool has to end after its time is up
 ASIDE = 4  # one of so many episodes stands aside for its async tools until they are waited for
+HOLDS_UP = (
+    ". Calls that hang wait one after another, those of an async tool together; set max_tool_seconds to no more than a "
+    "call may need"
+)
 SHOWN = 80  # characters of a tool's answer in the log of completions
 
 
@@ -330,10 +334,11 @@ class Player:
                 result = error
         episode.failures += 1
         if name in episode.tools:
+            is_slow = isinstance(result, ToolTimeout)
             self._tell(
                 f"tool {name} failed",
                 f"({type(result).__name__}: {str(result)[:200]}); the policy reads that, and the run goes on. "
-                "tool_failures counts all failures",
+                "tool_failures counts all failures" + is_slow * HOLDS_UP,
             )
         text = self._fitted(str({"error": str(result)}))
         return Answer({"role": "tool", "name": name, "content": text}, text)

@@ -241,6 +241,7 @@ def test_whatever_a_tool_does_the_episode_goes_on(case, loop, monkeypatch):
     assert in_one_type(one.messages)[1]["content"] == str(returned)
     assert answer == content or (content is None and answer.startswith("{'error': "))
     assert sum("tool double failed" in str(each.message) for each in said) == has_failed, "it is told once"
+    assert any("set max_tool_seconds to no more" in str(each.message) for each in said) == (content == STOPPED)
 
 
 def test_a_tools_timer_is_its_own(monkeypatch):
