@@ -127,8 +127,12 @@ class SavingTrainer(GRPOTrainer):
         """Write a PEFT adapter folder: fp32 LoRA tensors, config, trained norms if any, tokenizer and card."""
         folder, policy = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
         folder.mkdir(parents=True, exist_ok=True)
-        policy.peft_config[ADAPTER].base_model_name_or_path = self._run.base  # not the folder of a hub's copy
+        # PEFT looks for the base by these: not in the folder of a hub's copy, and after a push on another machine
+        config = policy.peft_config[ADAPTER]
+        base, of_base = self._base_on_hub() if self.args.push_to_hub else (self._run.base, {})
+        config.base_model_name_or_path, config.revision = base, of_base.get("revision")
         policy.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
+        config.base_model_name_or_path, config.revision = self._run.base, None  # the same in all processes
         trained = norms.trained_norms(norms.named_norms(policy))
         if trained is not None:
             norms.save_norms(trained, folder)
@@ -154,11 +158,16 @@ class SavingTrainer(GRPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card that the hub shows into output_dir; TRL's own would describe a whole model."""
         if self.args.push_to_hub and self.is_world_process_zero():
-            base, of_base = self._recipe["model_name_or_path"], {"revision": self._recipe["model_revision"]}
-            if Path(base).is_dir():
-                base = hub_name(self._run.base)
-                of_base = {"is_rounded": base != self._run.base}
+            base, of_base = self._base_on_hub()
             self._write_card(Path(self.args.output_dir), base, str(self.hub_model_id), **of_base)
+
+    def _base_on_hub(self) -> tuple[str, dict[str, Any]]:
+        """Return the base's name on the hub, or its folder if that is not known, and what the card says of it."""
+        name = self._recipe["model_name_or_path"]
+        if not Path(name).is_dir():
+            return name, {"revision": self._recipe["model_revision"]}
+        base = hub_name(self._run.base)
+        return base, {"is_rounded": base != self._run.base}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save ``checkpoint-N``, whole or not at all, in every process; raise OSError if it cannot be written."""

@@ -124,6 +124,13 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
         raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in problems))
     for line in checks.without_effect(training):
         warnings.warn(line, stacklevel=2)
+    folder = str(model.model_name_or_path)
+    if training.push_to_hub and Path(folder).is_dir() and base_model.hub_name(folder) == folder:
+        warnings.warn(
+            f"push_to_hub: adapter_config.json will name the base by its folder here, {folder}, where PEFT finds it on "
+            "no other machine; qerl quantize notes the hub's name for a model that it takes from there",
+            stacklevel=2,
+        )
     plan = _plan(script, training, model, config, gpu)
     return Checked(script, training, model, config, rows, list(functions.values()), interaction, start, plan)
 

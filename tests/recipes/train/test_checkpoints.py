@@ -46,12 +46,15 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
 def test_the_card_of_a_push_names_what_a_reader_of_the_hub_can_serve(make_trainer, make_nvfp4):
     trainer = make_trainer(make_nvfp4("qwen2"))
     trainer.args.push_to_hub, trainer.hub_model_id = True, "me/policy"
-    base = Path(trainer._run.base)
+    base, named = Path(trainer._run.base), []
 
     def commands():
         trainer.create_model_card()
         text = (Path(trainer.args.output_dir) / "README.md").read_text()
         assert f"{base}" not in text and f"{trainer.args.output_dir}" not in text
+        trainer._save()
+        pushed = json.loads((Path(trainer.args.output_dir) / "adapter_config.json").read_text())
+        named.append((pushed["base_model_name_or_path"], pushed["revision"]))
         lines = [line for line in text.splitlines() if line.startswith("vllm serve")]
         assert len(lines) == 2 and all(line.endswith(" policy=me/policy") for line in lines)
         return text, {line.partition(" --enable-lora")[0].removesuffix(" --quantization qerl_nvfp4") for line in lines}
@@ -66,6 +69,7 @@ def test_the_card_of_a_push_names_what_a_reader_of_the_hub_can_serve(make_traine
     trainer._recipe = {"model_name_or_path": "a/b", "model_revision": "v2"}
     text, served = commands()
     assert served == {"vllm serve a/b --revision v2"} and "made the folder with this hash" not in text
+    assert named == [(str(base), None), ("somebody/model", None), ("a/b", "v2")], "PEFT loads the base by these"
 
 
 def test_a_resumed_run_goes_on_counting(make_trainer, make_nvfp4, resume):
