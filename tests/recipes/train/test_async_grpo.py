@@ -59,11 +59,11 @@ def served(policy_server, make_nvfp4):
 
 
 class Scored(queue.Queue):
-    """Take what TRL's loop has scored, and end the loop after two dozen rows."""
+    """Take what TRL's loop has scored, and end the loop after a hundred rows, among which each way of playing is."""
 
     def put_nowait(self, row):
         super().put_nowait(row)
-        if self.qsize() == 24:
+        if self.qsize() == 100:
             self.loop._stop_event.set()
 
 
