@@ -64,6 +64,18 @@ def train(context: typer.Context) -> None:
         run(context.args)
 
 
+@app.command("train-stock-trl", context_settings=PASS_THROUGH, hidden=True)
+def train_stock_trl(
+    context: typer.Context,
+    all_weights: Annotated[bool, typer.Option("--all-weights", help="Train all weights, without an adapter.")] = False,
+) -> None:
+    """Train a recipe by TRL's own trainer, on BF16 weights. `qerl study` calls this for arms with the key trainer."""
+    with uncollected():
+        from qerl_recipes.train.stock_trl import main as run
+
+        run(context.args, all_weights=all_weights)
+
+
 @app.command(context_settings=PASS_THROUGH)
 def serve(
     context: typer.Context,

@@ -7,7 +7,6 @@ project takes part in a step but prompts and reward. The clock is read around TR
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 from qerl_recipes.machine.environment import prepare
@@ -21,7 +20,7 @@ import trl
 
 from qerl_recipes.bench.arms import Figures, answer
 from qerl_recipes.bench.train_arm import Memory, TimedSteps, measure, now, random_prompts, random_reward
-from qerl_recipes.rollout.arms import ENGINE_ON_CPU
+from qerl_recipes.train.stock_trl import help_on_a_cpu
 
 # name in this benchmark's figures -> TRL's
 METRICS = {
@@ -106,19 +105,6 @@ def begin(request: Figures) -> tuple[trl.GRPOTrainer, type[TimedSteps], Abstract
         peft_config=trl.get_peft_config(model),
     )
     return trainer, TimedTRLSteps, nullcontext()
-
-
-def help_on_a_cpu() -> None:
-    """Start TRL's engine uncompiled, as all on a CPU, and let vLLM keep each weight, into which TRL loads."""
-    from trl.generation import vllm_generation
-    from vllm import LLM
-    from vllm.model_executor.layers import utils
-
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    vllm_generation.LLM = partial(LLM, **ENGINE_ON_CPU)
-    utils.dispatch_cpu_unquantized_gemm = keep
 
 
 if __name__ == "__main__":

@@ -150,6 +150,10 @@ class Evaluation(Sampling):
         Option(help="JSON that finds tool calls, for environment:NAME and tools; default: as in training."),
     ] = None
     adapter_only: Annotated[bool, Option(help="Leave the base out, where it was judged before.")] = False
+    noise_sigma: Annotated[
+        float, Field(ge=0, allow_inf_nan=False), Option(help="Noise on the norms, as in rollouts; 0 is none.")
+    ] = 0.0
+    noise_seed: Annotated[int | None, Option(help="Seed of that noise; default: 0.")] = None
     quiet: bool = False  # prints warnings alone; the command has no such option
 
     @field_validator("tasks", mode="before")
@@ -216,6 +220,8 @@ class Evaluation(Sampling):
             raise ValueError(f"{', '.join(of_episodes)} would be ignored: no task is {ENVIRONMENT}NAME or {TOOLS}")
         if has_no_template and self.episodes:
             raise ValueError(f"{self.episodes[0]} needs a chat template, which renders calls; drop --no-chat-template")
+        if self.noise_seed is not None and not self.noise_sigma:
+            raise ValueError(f"noise_seed is {self.noise_seed}, but there is no noise; set noise_sigma too")
         if self.problems is not None and not self.problems.is_file():
             raise ValueError(f"problems: there is no file {self.problems}")
         if self.adapter is None and TOOLS in self.tasks:

@@ -1,8 +1,8 @@
 """Implements ``qerl evaluate``: measures the accuracy of a base and of its trained adapter on one engine.
 
-Base and adapter answer the same problems with the same seeds and without noise. lighteval supplies the problems and
-judges the answers. Every accuracy comes with a 95 % interval and the share of answers that ended by themselves. The
-result is written to ``evaluation.json``, the answers to ``answers.jsonl`` beside it.
+Base and adapter answer the same problems with the same seeds, and without noise unless asked for. lighteval supplies
+the problems and judges the answers. Every accuracy comes with a 95 % interval and the share of answers that ended by
+themselves. The result is written to ``evaluation.json``, the answers to ``answers.jsonl`` beside it.
 """
 
 import datetime
@@ -93,6 +93,8 @@ class Settled:
             "max_model_length": evaluation.max_model_length,
             "max_samples": evaluation.max_samples,
             "num_fewshot": evaluation.num_fewshot,
+            "noise_sigma": evaluation.noise_sigma,
+            "noise_seed": evaluation.noise_seed or 0,
             **({"acting": self.acting()} if evaluation.episodes else {}),
         }
 
@@ -262,6 +264,10 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
     answered: dict[str, dict[str, Sequence[Any]]] = {}  # policy -> task -> its problems, as Judged or Played
     for label in one.policies:
         request = None if saved is None else install(llm, saved if label == "adapter" else None)
+        if evaluation.noise_sigma:
+            from qerl_vllm_plugin.policy import Policy
+
+            Policy(llm).set_noise(evaluation.noise_sigma, seed=evaluation.noise_seed or 0, rollout=0)
         answered[label] = {**ask(llm, request, benchmarks, evaluation, label)} if benchmarks else {}
         for task in tasks:
             answered[label][task.name] = play(llm, request, task, evaluation, label)

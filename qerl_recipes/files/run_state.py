@@ -27,6 +27,7 @@ from qerl_recipes.recipe.keys import HONOURED, TOPICS, with_current_names
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # subfolder for a run's final adapter
+MODEL = "model"  # subfolder for the weights of a run that trains all of them
 # LEFT begins the name of a folder with what a run went back from; transformers does not push it to the hub.
 # TO_MOVE lists what has yet to be moved there.
 LEFT, TO_MOVE = "_left-", "to_move.json"

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.recipe.file import flags
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.study.inventory import taken_rows
-from qerl_recipes.study.plan import Run, Study, StudyError, first_runs
+from qerl_recipes.study.plan import OURS, Run, Study, StudyError, first_runs
 
 if TYPE_CHECKING:
     from qerl_recipes.evaluate.request import Evaluation
@@ -23,13 +22,15 @@ def check(study: Study) -> None:
     from qerl_recipes.recipe import checks
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import ConfigError
+    from qerl_recipes.train import stock_trl
 
     for one in {one.label: one for one in first_runs(study)}.values():
         try:
-            parsed = parse(["--config", str(study.recipe), *flags({**one.keys, "seed": one.seed})])
+            parsed = parse(["--config", str(study.recipe), *one.flags])
         except ConfigError as error:
             raise StudyError(f"arms.{one.arm}: {error}") from error
-        if problems := [*checks.problems(*parsed), *unknown_names(parsed[1])]:
+        stock = [] if one.trainer == OURS else stock_trl.problems(*parsed[:2])
+        if problems := [*checks.problems(*parsed), *unknown_names(parsed[1]), *stock]:
             raise StudyError(f"arms.{one.arm}: {CANNOT_RUN}: {'; '.join(problems)}")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_recipes.files.metrics_file import FILE, current_name, read_metrics
-from qerl_recipes.files.run_state import LAST
+from qerl_recipes.files.run_state import MODEL
 from qerl_recipes.files.whole_folder import write_bytes
 from qerl_recipes.recipe.keys import with_former_names
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs, possible_runs
@@ -162,6 +162,8 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
         content = json.loads(path.read_text(encoding="utf-8"))
         of = "" if name == study.primary else f"/{name}"
         tasks = pd.DataFrame(list(content["tasks"].values()))  # a row a task, a column for adapter and base
+        if run.trained == MODEL:  # what was judged without an adapter is what was trained
+            tasks = tasks.rename(columns={"base": "adapter"})
         for policy in tasks:
             prefix = "base_" if policy == "base" else ""
             judged = pd.DataFrame(tasks[policy].tolist())
@@ -204,7 +206,7 @@ def _rows_of_run(study: Study, run: Run, root: Path) -> list[pd.DataFrame]:
         found |= {
             f"{HOURS}{device}": seconds / 3600 for device, seconds in times.groupby("device").seconds.sum().items()
         }
-    if base := base_of(folder):
+    if base := base_of(folder / run.trained):
         found[f"{BASE}{base}"] = 1.0
     found[f"{PLAN}{plan_of(study, run)}"] = 1.0
     once = pd.DataFrame({"metric": list(found), "value": list(map(float, found.values()))})
@@ -235,9 +237,9 @@ def plan_of(study: Study, run: Run) -> str:
     return _digest([with_former_names(study.decided(run.keys)), run.seed, study.evaluations_of(run)])
 
 
-def base_of(folder: Path) -> str | None:
-    """Return the hash of the base that a run was trained on, or None if its adapter does not say it."""
-    file = folder / LAST / STATE_FILE
+def base_of(trained: Path) -> str | None:
+    """Return the hash of the base that an adapter or model was trained on, or None if its folder does not say it."""
+    file = trained / STATE_FILE
     found = json.loads(file.read_text(encoding="utf-8")).get("base_hash") if file.is_file() else None
     return None if found is None else found[:DIGITS]
 
@@ -253,7 +255,7 @@ def refuse_other_bases(trained: Iterable[tuple[str, str, str | None]], way_out: 
 
 def refuse_other_weights(study: Study, folder: Path) -> None:
     """Raise StudyError if a run in ``folder``, or one that a table has brought, was trained on other weights."""
-    runs = [(run, base_of(folder / run.folder)) for run in all_runs(study, folder)]
+    runs = [(run, base_of(folder / run.folder / run.trained)) for run in all_runs(study, folder)]
     of_runs = [(str(folder / run.folder), _model(study, run), base) for run, base in runs if base is not None]
     refuse_other_bases(of_runs, "put those weights back, or begin anew with another --output")
     _refuse_bases_of(study, kept(folder), folder / KEPT)

@@ -17,8 +17,9 @@
     afterwards: {two_states: 0.75, answer: "{nvfp4_lora} is right, in BF16 {bf16_lora} ({nvfp4_lora - bf16_lora})."}
 
 ``afterwards`` was added once the results were known, and pages show it as such; the rest is the plan. An arm is the
-recipe with keys of its own; nothing else differs between arms. A study without a sweep may take arms from the table of
-another study, where the same runs have been made:
+recipe with keys of its own; nothing else differs between arms. Its key ``trainer`` is no key of a recipe: ``trl`` has
+TRL's own trainer train the adapter, ``trl_all_weights`` all weights without one. A study without a sweep may take arms
+from the table of another study, where the same runs have been made:
 
     taken: {study: recipes/studies/other.yaml, arms: {none: nvfp4_lora@0.0001}}
 
@@ -37,10 +38,14 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from qerl_recipes.files.metrics_file import requested_name
-from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, read_yaml, up_to_date
+from qerl_recipes.files.run_state import LAST, MODEL
+from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, flags, read_yaml, up_to_date
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")  # the study sets these in every run
+# who trains an arm, by its key TRAINER -> the words of the command
+TRAINER, OURS, ALL_WEIGHTS = "trainer", "qerl", "trl_all_weights"
+TRAINERS = {OURS: ("train",), "trl": ("train-stock-trl",), ALL_WEIGHTS: ("train-stock-trl", "--all-weights")}
 SWEEP_GAIN = "sweep_gain"  # a claim's metric: the accuracy at the largest value of the sweep less that at the smallest
 Seeds = Annotated[list[int], Field(min_length=1)]
 Metric = Annotated[str, BeforeValidator(requested_name)]
@@ -148,6 +153,8 @@ class Study(_Strict):
         for arm, keys in self.arms.items():
             if own := sorted(set(keys) & {*OWN_KEYS, *([self.sweep.key] if self.sweep else [])}):
                 raise ValueError(f"arms.{arm}: {', '.join(own)} is set by the study itself; remove it")
+            if (trainer := keys.get(TRAINER, OURS)) not in TRAINERS:
+                raise ValueError(f"arms.{arm}: trainer is {trainer!r}; it is one of {', '.join(TRAINERS)}")
             if null := sorted(key for key, value in keys.items() if value is None):
                 raise ValueError(
                     f"arms.{arm}: {', '.join(null)} is null, which cannot override a key of the recipe. Remove the key "
@@ -239,6 +246,21 @@ class Run(_Strict):
     def folder(self) -> str:
         """Return its folder, below the study's own; a run that serves two purposes is one run."""
         return f"{self.label}/seed-{self.seed}"
+
+    @property
+    def trainer(self) -> str:
+        """Return who trains it, one of ``TRAINERS``."""
+        return str(self.keys.get(TRAINER, OURS))
+
+    @property
+    def flags(self) -> list[str]:
+        """Return its keys, with its seed, as flags of the command that trains it."""
+        return flags({**{key: value for key, value in self.keys.items() if key != TRAINER}, "seed": self.seed})
+
+    @property
+    def trained(self) -> str:
+        """Return the subfolder with what it has trained: an adapter, or a whole model."""
+        return MODEL if self.trainer == ALL_WEIGHTS else LAST
 
 
 def read(path: Path) -> Study:

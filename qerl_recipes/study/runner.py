@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.files.metrics_file import FILE
+from qerl_recipes.files.run_state import MODEL
 from qerl_recipes.files.whole_folder import locked, write_text
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.gpu import installed_gpu, visible_names
@@ -32,7 +33,7 @@ from qerl_recipes.recipe.file import flags
 from qerl_recipes.recipe.keys import with_current_names
 from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases
 from qerl_recipes.study.inventory import RESULT, TIMES, accuracy, all_runs, is_finished, keep, refuse_other_weights
-from qerl_recipes.study.plan import Run, Study, StudyError
+from qerl_recipes.study.plan import TRAINERS, Run, Study, StudyError
 from qerl_vllm_plugin.wire.address import hidden
 
 CLI, LOG = "qerl_recipes.cli", "log.txt"
@@ -233,7 +234,7 @@ def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[
             say(f"{len(finished)} of {len(known)} runs are there{more}")
             for one in known:
                 if one.folder not in begun.keys() | finished:
-                    (left.trained if (folder / one.folder / "adapter").is_dir() else left.untrained).append(one)
+                    (left.trained if (folder / one.folder / one.trained).is_dir() else left.untrained).append(one)
                     begun[one.folder] = time.monotonic()
             while free and (waiting := left.next(len(free)))[0]:
                 runs, trained = waiting
@@ -268,10 +269,11 @@ def _train(
         time.sleep(0.2)
 
     def attempt() -> int | None:
-        keys = {**one.keys, "seed": one.seed, "output_dir": str(folder)}
+        own: dict[str, Any] = {"output_dir": str(folder)}
         if any(folder.glob("checkpoint-*")):
-            keys["resume_from_checkpoint"] = True
-        return machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG, gpu)
+            own["resume_from_checkpoint"] = True
+        command = [*TRAINERS[one.trainer], "--config", str(study.recipe), *one.flags, *flags(own)]
+        return machine.call(command, folder / LOG, gpu)
 
     code = attempt()
     if _failed_to_start(code, one, folder, machine):
@@ -311,7 +313,8 @@ def _evaluate(
 def _weights(study: Study, one: Run) -> tuple[Any, ...]:
     """Return what runs must agree on to be evaluated together; ``evaluate_each`` separates those that cannot be."""
     recipe = study.settled(one.keys)
-    return recipe["model_name_or_path"], recipe.get("quantization"), recipe.get("lora_r")
+    own = one.folder if one.trained == MODEL else recipe["model_name_or_path"]
+    return own, recipe.get("quantization"), recipe.get("lora_r")
 
 
 def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine) -> bool:
@@ -323,7 +326,7 @@ def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine)
     """
     if code is None or code <= 0 or machine.stopping.is_set():
         return False
-    has_steps = not (folder / "adapter").is_dir() and (folder / FILE).exists()
+    has_steps = not (folder / one.trained).is_dir() and (folder / FILE).exists()
     if has_steps or _reason(folder / LOG).startswith(REFUSED):
         return False
     say(f"{one.folder}: ended with {code} before it had made anything, and is begun once more")
@@ -345,6 +348,10 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
             "adapter_only": one.kind == "sweep" or one.seed != study.seeds[0],
             "output_dir": str(folder / "evaluation" / name),
         }
+        if one.trained == MODEL:
+            settings |= {"base": str(folder / MODEL), "adapter": None, "adapter_only": False}
+            settings["system_prompt"] = recipe.get("system_prompt")
+            settings["max_new_tokens"] = recipe.get("max_completion_length")
         missing.append({**settings, **options})
     return missing
 

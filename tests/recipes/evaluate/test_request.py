@@ -67,6 +67,8 @@ def test_the_command_has_every_option_but_one() -> None:
             {"use_chat_template": False, "chat_template_kwargs": '{"short": true}'},
             "chat_template_kwargs would be ignored",
         ),
+        ({"noise_sigma": -0.1}, "noise_sigma is -0.1"),
+        ({"noise_seed": 1}, "noise_seed is 1, but there is no noise; set noise_sigma"),
         ({"adapter_only": True}, "adapter_only leaves the base out, and there is no adapter"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",

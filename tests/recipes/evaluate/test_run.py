@@ -177,6 +177,31 @@ def test_evaluations_on_one_engine_answer_as_on_their_own(
 
 
 @pytest.mark.integration
+def test_noise_changes_the_answers_it_is_asked_for_and_no_others(
+    runs: dict[str, Path], tmp_path: Path, make_bf16: Make, engines: list[EngineSettings]
+) -> None:
+    task = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
+    common = {**OPTIONS, "tasks": task, "max_samples": 12}
+    kinds: dict[str, dict[str, Any]] = {"clean": {}, "noisy": {"noise_sigma": 0.5}, "other": {"noise_sigma": 0.5}}
+    kinds |= {"again": {"noise_sigma": 0.5}, "clear": {}}
+    kinds["other"]["noise_seed"] = 1
+    trained = {"base": str(runs["base"]), "adapter": runs["folder"] / "adapter"}
+    asked = [Evaluation(**common, **trained, **of, output_dir=tmp_path / name) for name, of in kinds.items()]
+    results = evaluate.evaluate_each(asked)
+    assert len(engines) == 1
+    assert [(of["noise_sigma"], of["noise_seed"]) for of in results[:3]] == [(0.0, 0), (0.5, 0), (0.5, 1)]
+    for policy in ("base", "adapter"):
+        given = {name: answers(tmp_path / name, policy) for name in kinds}
+        assert given["clean"] == given["clear"] and given["noisy"] == given["again"]
+        assert given["clean"] != given["noisy"] != given["other"] != given["clean"]
+    alone = {"base": str(make_bf16("qwen2")), "quantization": "bf16"}
+    evaluate.evaluate_each(
+        [Evaluation(**common, **alone, noise_sigma=s, output_dir=tmp_path / f"bf16-{s}") for s in (0.0, 0.5)]
+    )
+    assert answers(tmp_path / "bf16-0.0", "base") != answers(tmp_path / "bf16-0.5", "base")
+
+
+@pytest.mark.integration
 def test_another_evaluation_is_not_written_over(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_adapter: Make
 ) -> None:

@@ -25,6 +25,7 @@ SWEEP = {"key": "beta", "values": [0.1, 0.2], "seeds": [100]}
         ({"arms": {"a": {"learning_rate": 1e-3}, "b": {}}}, "arms.a: learning_rate is set by the study"),
         ({"arms": {"../a": {}, "b": {}}}, "becomes a folder's name"),
         ({"arms": {"a": {"beta": None}, "b": {}}}, "arms.a: beta is null, which cannot override"),
+        ({"arms": {"a": {"trainer": "verl"}, "b": {}}}, "arms.a: trainer is 'verl'; it is one of qerl, trl"),
         ({"comparisons": [["a", "a"]]}, "comparisons: a is compared with itself"),
         ({"comparisons": [["a", "b"], ["a", "b"]]}, "comparisons: each may stand there once"),
         ({"comparisons": [["a", "c"]]}, "'c' is not one of the arms a, b"),

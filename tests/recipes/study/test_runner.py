@@ -214,6 +214,43 @@ def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_p
     assert machine.call(["train"], tmp_path / "other.txt", None) is None and not (tmp_path / "other.txt").exists()
 
 
+def test_who_trains_an_arm_decides_its_command_and_what_is_judged(study, tmp_path, monkeypatch):
+    """Judge a whole model as it was asked in training, and keep the figures of what was trained apart from a base's."""
+    Path("recipe.yaml").write_text("model_name_or_path: base\nsystem_prompt: Add.\nmax_completion_length: 40\n")
+    arms = {"a": {"trainer": "trl"}, "b": {"trainer": "trl_all_weights"}}
+    plan, out, made = read(study(sweep=None, arms=arms, seeds=[0], comparisons=[])), tmp_path / "out", []
+
+    def call(self, arguments, log, gpu, *, beside=()):
+        made.append(arguments)
+        if arguments[0] == "evaluate-each":
+            for one in json.loads(arguments[1]):
+                policies = {"adapter": {"accuracy": 0.5}, "base": {"accuracy": 0.1}}
+                if one["adapter"] is None:
+                    policies = {"base": {"accuracy": 0.7}}
+                Path(one["output_dir"]).mkdir(parents=True)
+                write_text(Path(one["output_dir"]) / "evaluation.json", json.dumps({"tasks": {"x": policies}}))
+        else:
+            (log.parent / ("model" if "--all-weights" in arguments else "adapter")).mkdir()
+            write_text(log.parent / "metrics.jsonl", json.dumps({"step": 1, "reward": 0.5}) + "\n")
+        return 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    assert runner.finish_all(plan, out, 1, runner.Machine("CPU")) == []
+    trained = [words for words in made if words[0] != "evaluate-each"]
+    assert [words[: words.index("--config")] for words in trained] == [
+        ["train-stock-trl"],
+        ["train-stock-trl", "--all-weights"],
+    ]
+    assert not any("--trainer" in words for words in trained) and all("--seed" in words for words in trained)
+    a, b = sorted((json.loads(words[1])[0] for words in made if words not in trained), key=lambda one: one["base"])
+    a, b = (a, b) if a["adapter"] else (b, a)
+    assert (a["base"], Path(a["adapter"])) == ("base", out / "a/seed-0/adapter")
+    assert (Path(b["base"]), b["system_prompt"], b["max_new_tokens"]) == (out / "b/seed-0/model", "Add.", 40)
+    rows = inventory.collect(plan, out).set_index(["arm", "metric"]).value
+    assert (rows["a", "accuracy"], rows["b", "accuracy"], rows["a", "base_accuracy"]) == (0.5, 0.7, 0.1)
+    assert ("b", "base_accuracy") not in rows.index
+
+
 # These tests are about order, places and groups.
 
 
