@@ -4,9 +4,9 @@ Weights are random and of the real shapes, so nothing is downloaded, and every c
 training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
 their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
 
-Arms run one after the other. With ``--interleave`` all engines are there at once and each
-case is repeated arm by arm, so that what changes about the GPU meanwhile changes for all of them. One arm works at a
-time, and the others wait without a processor; workers of an engine on several GPUs do so from a second after their last
+Arms run one after the other. With ``--interleave`` all engines are there at once and each case is repeated arm by arm,
+so that what changes about the GPU meanwhile changes for all of them. One arm works at a time, and the others wait
+without a processor; workers of an engine on several GPUs do so from a second after their last
 work on (vLLM's ``SpinCondition``). With ``--profile`` nothing is timed but a decode step, and its kernels.
 """
 

@@ -72,20 +72,18 @@ def saved_in_a_block(
     # Otherwise q, k and v share one saved input, gate and up share another, and o_proj takes the attention's output.
     inputs = 3 * H + Q if is_copied else H
     if size.experts:  # experts carry no adapter
-        # each used expert's gate, up, output and places, and the router
-        linears, mlp = (
-            4,
-            max(
-                layer.used * (width * (2 * layer.inner + layer.hidden) + 3 * INT64) + 2 * FP32 * layer.count
-                for layer in size.experts
-            ),
-        )
+        linears, mlp = 4, max(_saved_by_experts(layer, width) for layer in size.experts)
     else:
         linears, mlp = 7, 2 * width * I  # gate, up
         inputs += (2 * H if is_copied else H) + I
     adapter_inputs = lora_width * inputs * targets // linears + lora_width * rank * targets
     keys = padded_to + 2 * Q if padded_to else int(attended * 2 * KV)  # and values
     return norms + adapter_inputs + FP32 * size.heads + width * (2 * Q + keys) + mlp
+
+
+def _saved_by_experts(layer: ExpertsSize, width: int) -> int:
+    """Return the bytes per token of a layer: each used expert's gate, up, output and places, and the router."""
+    return layer.used * (width * (2 * layer.inner + layer.hidden) + 3 * INT64) + 2 * FP32 * layer.count
 
 
 def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, itemsize: int = BF16) -> int:

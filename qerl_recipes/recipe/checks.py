@@ -54,8 +54,10 @@ DRAFTS = {
     "suffix": (
         ("num_speculative_tokens",),
         (
-            *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"),
-            *("suffix_decoding_min_token_prob", "suffix_decoding_max_cached_requests"),
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+            "suffix_decoding_max_cached_requests",
         ),
     ),
 }

@@ -334,11 +334,11 @@ class Player:
                 result = error
         episode.failures += 1
         if name in episode.tools:
-            is_slow = isinstance(result, ToolTimeout)
+            advice = HOLDS_UP if isinstance(result, ToolTimeout) else ""
             self._tell(
                 f"tool {name} failed",
                 f"({type(result).__name__}: {str(result)[:200]}); the policy reads that, and the run goes on. "
-                "tool_failures counts all failures" + is_slow * HOLDS_UP,
+                f"tool_failures counts all failures{advice}",
             )
         text = self._fitted(str({"error": str(result)}))
         return Answer({"role": "tool", "name": name, "content": text}, text)

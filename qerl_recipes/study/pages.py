@@ -172,11 +172,7 @@ def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
         elif claim != what and claim in claims:
             shown = [effect(row) for row in found[found.claim == claim].to_dict("records") if row.get("seeds", 0) > 0]
         elif (gains := what.removeprefix("gain of ")) in study.arms and gains != what:
-            after, before = (
-                of_arm(values, f"{of}{ACCURACY}", names.get(gains, ""), study.seeds) for of in ("", "base_")
-            )
-            raised = compare((gains, gains), after, pd.Series(before.mean(), index=after.index))
-            shown = [] if raised is None else [effect(asdict(raised) | {"metric": ACCURACY})]
+            shown = _gain(study, values, names.get(gains, ""))
         elif pair in study.comparisons:
             row = found[(found.kind == PLANNED) & (found.a == names.get(pair[0])) & (found.b == names.get(pair[1]))]
             shown = [effect(row) for row in row.to_dict("records")]
@@ -186,6 +182,13 @@ def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
             return ""
         figures[what] = shown[0]
     return re.sub(r"\{([^{}]+)\}", lambda match: figures[match[1]], study.afterwards.answer.strip())
+
+
+def _gain(study: Study, values: pd.DataFrame, label: str) -> list[str]:
+    """Return by how much training raised an arm's accuracy over the base's mean, with its interval over seeds."""
+    after, before = (of_arm(values, metric, label, study.seeds) for metric in (ACCURACY, f"base_{ACCURACY}"))
+    found = compare((label, label), after, pd.Series(before.mean(), index=after.index))
+    return [] if found is None else [effect(asdict(found) | {"metric": ACCURACY})]
 
 
 def markdown(table: pd.DataFrame) -> list[str]:

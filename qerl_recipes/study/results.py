@@ -124,11 +124,7 @@ def verdicts(study: Study, values: pd.DataFrame, claims: Sequence[Claim]) -> pd.
             rows.append(stated | {"a": a, "b": b, "verdict": f"{INCONCLUSIVE}: {many} {claim.metric} of both"})
             continue
         found = next(corrected)
-        lacking = 0  # runs of an arm that have an accuracy and not the claim's metric
-        for arm in () if claim.metric == SWEEP_GAIN else claim.pair:
-            labelled = best.get(arm, ""), study.seeds
-            judged, has = (of_arm(values, metric, *labelled).index for metric in (ACCURACY, claim.metric))
-            lacking = max(lacking, len(judged.difference(has)))
+        lacking = max(_lacking(study, values, claim, best.get(arm, "")) for arm in claim.pair)
         verdict = f"{INCONCLUSIVE}: {lacking} runs lack it" if lacking else judge(found, claim.expect, claim.margin)
         parts = _by_origin(study, of[0] - of[1])
         rows.append(stated | _row(found, of) | parts | {"verdict": verdict})
@@ -162,6 +158,14 @@ def sweep_gain(study: Study, values: pd.DataFrame, arm: str) -> pd.Series:
     ends = (max(study.sweep.values), min(study.sweep.values))
     largest, smallest = (of_arm(values, ACCURACY, f"{arm}@{value:g}", study.sweep.seeds) for value in ends)
     return (largest - smallest).dropna()
+
+
+def _lacking(study: Study, values: pd.DataFrame, claim: Claim, label: str) -> int:
+    """Return how many runs of an arm have an accuracy and not the claim's metric."""
+    if claim.metric == SWEEP_GAIN:
+        return 0
+    judged, has = (of_arm(values, metric, label, study.seeds) for metric in (ACCURACY, claim.metric))
+    return len(judged.index.difference(has.index))
 
 
 def _by_origin(study: Study, differences: pd.Series) -> dict[str, float]:
