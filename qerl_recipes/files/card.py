@@ -111,13 +111,13 @@ def render(
     targets, rank = adapter_config.get("target_modules"), adapter_config.get("r", 16)
     is_nvfp4 = quantization == "qerl_nvfp4"
     commands = {
-        "serve": shlex.join(["vllm", "serve", _short(base) if is_elsewhere else base, *of_branch]),
+        "serve": shlex.join(["vllm", "serve", short(base) if is_elsewhere else base, *of_branch]),
         "allowed_rank": engine_rank(rank),
         "lora": shlex.quote(f"{name}={folder}"),
     }
     return ADAPTER.format(
         metadata=_metadata(base, datasets),
-        base=_short(base),
+        base=short(base),
         rounded=", of which `qerl quantize` made the folder with this hash" if is_rounded else "",
         base_hash=base_hash,
         weights=WEIGHTS.get(quantization, quantization),
@@ -127,7 +127,7 @@ def render(
         norms=f"yes, in {NORMS}" if trained_norms else "no",
         versions="".join(f"| {package} | {version} |\n" for package, version in sorted((versions or {}).items())),
         without_norms=WITHOUT_NORMS if trained_norms else "",
-        elsewhere=ELSEWHERE.format(base=_short(base)) if is_elsewhere else "",
+        elsewhere=ELSEWHERE.format(base=short(base)) if is_elsewhere else "",
         another_policy=" (from a BF16 base: in BF16, another policy than was trained)" if is_nvfp4 else "",
         on_nvfp4=ON_NVFP4.format(**commands) if is_nvfp4 else "",
         **commands,
@@ -147,7 +147,7 @@ def render_merged(
     """Return the model card of a checkpoint with a merged adapter; ``folder`` is its absolute path."""
     return MERGED.format(
         metadata=_metadata(base, datasets),
-        base=_short(base),
+        base=short(base),
         base_hash=base_hash,
         adapter_hash=adapter_hash,
         norms=" and its trained norms" if trained_norms else "",
@@ -156,7 +156,7 @@ def render_merged(
     )
 
 
-def _short(base: str) -> str:
+def short(base: str) -> str:
     """Return the model id, or only the name of a folder: its path is private to this machine."""
     return Path(base).name if Path(base).is_absolute() else base
 

@@ -28,7 +28,7 @@ from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # subfolder for a run's final adapter
 MODEL = "model"  # subfolder for the weights of a run that trains all of them
-# LEFT begins the name of a folder with what a run went back from; transformers does not push it to the hub.
+# LEFT begins the name of a folder with what a run went back from.
 # TO_MOVE lists what has yet to be moved there.
 LEFT, TO_MOVE = "_left-", "to_move.json"
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -325,6 +325,18 @@ def recorded(*parts: Any) -> dict[str, Any]:
     keys = sorted(HONOURED - SECRET)
     values = {key: getattr(part, key) for part in parts for key in keys if hasattr(part, key)}
     return json.loads(json.dumps(values, default=lambda value: getattr(value, "value", str(value))))
+
+
+def without_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded recipe without the keys whose value names a file or folder of this machine."""
+    return {key: value for key, value in recipe.items() if not _names_a_path(value)}
+
+
+def _names_a_path(value: Any) -> bool:
+    if isinstance(value, str):
+        return Path(value).is_absolute() or ("/" in value and Path(value).exists())
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_names_a_path, parts))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

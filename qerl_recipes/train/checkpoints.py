@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import PushInProgress, hf_api
 from trl import GRPOTrainer
 
 from qerl_recipes.files import card, run_state
-from qerl_recipes.files.adapter import NORMS, TENSORS
+from qerl_recipes.files.adapter import TENSORS
 from qerl_recipes.files.base_model import hub_name
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.hooks import LendsWeights, RolloutEngine
@@ -51,7 +53,7 @@ class SavingTrainer(GRPOTrainer):
     _recipe: dict[str, Any]
     _staging: Path | None = None  # the folder in which a checkpoint is being written
     _destination: Path | None = None  # the final name of the folder that is being written
-    _is_push_due = False
+    push_in_progress: PushInProgress | None = None  # transformers sets it in the main process
     _began: float
     _seconds_before, _versions_before = 0.0, 0  # of the run before it was resumed
 
@@ -128,38 +130,31 @@ class SavingTrainer(GRPOTrainer):
         folder, policy = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
         folder.mkdir(parents=True, exist_ok=True)
         # PEFT looks for the base by these: not in the folder of a hub's copy, and after a push on another machine
-        config = policy.peft_config[ADAPTER]
-        base, of_base = self._base_on_hub() if self.args.push_to_hub else (self._run.base, {})
-        config.base_model_name_or_path, config.revision = base, of_base.get("revision")
+        config, is_pushed = policy.peft_config[ADAPTER], self.args.push_to_hub
+        base, of_base = self._base_on_hub() if is_pushed else (self._run.base, {})
+        config.base_model_name_or_path = card.short(base) if is_pushed else base
+        config.revision = of_base.get("revision")
         policy.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
         config.base_model_name_or_path, config.revision = self._run.base, None  # the same in all processes
         trained = norms.trained_norms(norms.named_norms(policy))
         if trained is not None:
             norms.save_norms(trained, folder)
         self._tokenizer.save_pretrained(folder)
-        self._write_card(folder, self._run.base, (self._destination or folder).absolute())
-
-    def _write_card(self, folder: Path, base: str, lies_in: str | Path, **of_base: Any) -> None:
-        """Write README.md to ``folder``; its commands name ``base`` and where the adapter ``lies_in``."""
-        policy = self.accelerator.unwrap_model(self.model)
         text = card.render(
             base,
             self._run.base_hash,
-            policy.peft_config[ADAPTER].to_dict(),
-            trained_norms=norms.trained_norms(norms.named_norms(policy)) is not None,
+            config.to_dict(),
+            trained_norms=trained is not None,
             quantization=self.args.quantization,
             versions=run_state.versions(),
             datasets=hub_ids(self._recipe),
-            folder=lies_in,
+            folder=str(self.hub_model_id) if is_pushed else (self._destination or folder).absolute(),
             **of_base,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the card that the hub shows into output_dir; TRL's own would describe a whole model."""
-        if self.args.push_to_hub and self.is_world_process_zero():
-            base, of_base = self._base_on_hub()
-            self._write_card(Path(self.args.output_dir), base, str(self.hub_model_id), **of_base)
+        """Leave the card to ``_save``; TRL's own would describe a whole model."""
 
     def _base_on_hub(self) -> tuple[str, dict[str, Any]]:
         """Return the base's name on the hub, or its folder if that is not known, and what the card says of it."""
@@ -197,25 +192,60 @@ class SavingTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()
         if is_main:
             run_state.rotate(run_folder, self.args.save_total_limit)
-        if self._is_push_due:
-            self._is_push_due = False
-            self.prepare_push(final)
-            super()._push_from_checkpoint(str(final))
+        if self.args.push_to_hub:
+            self._push_saved(final)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return where transformers shall put ``checkpoint-N``: a staging folder while a checkpoint is being saved."""
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Put the push off until the checkpoint folder has its final name; ``_save_checkpoint`` then starts it."""
-        self._is_push_due = True
+        """Leave the push to ``_save_checkpoint``, which starts it when the folder has its final name."""
 
-    def prepare_push(self, saved: Path) -> None:
-        """Copy norms and state of ``saved`` into output_dir for the upload; transformers copies PEFT's files."""
-        if self.is_world_process_zero():
-            for name in (NORMS, run_state.STATE_FILE):
-                if (saved / name).is_file():
-                    shutil.copy(saved / name, self.args.output_dir)
+    def _push_saved(self, checkpoint: Path) -> None:
+        """Start to upload what hub_strategy asks for after a save; hub_always_push waits for the upload before."""
+        strategy, before = self.args.hub_strategy, self.push_in_progress
+        is_skipped = not self.args.hub_always_push and before is not None and not before.is_done()
+        if self.is_world_process_zero() and strategy != HubStrategy.END and not is_skipped:
+            is_resumable = strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+            title = f"Training in progress, step {self.state.global_step}"
+            job = self.push_to_hub(title, blocking=False, checkpoint=checkpoint if is_resumable else None)
+            self.push_in_progress = PushInProgress([job])
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        checkpoint: Path | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload adapter, tokenizer and card, and a ``checkpoint`` to resume from, as one commit.
+
+        transformers would upload all of output_dir, which names folders of this machine. What goes is written to
+        ``output_dir/hub`` first, because later saves may delete the checkpoint before the upload ends.
+        """
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        folder = Path(self.args.output_dir) / "hub"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._save(str(folder))
+        if checkpoint is not None:
+            is_last = self.args.hub_strategy == HubStrategy.CHECKPOINT
+            copy = folder / ("last-checkpoint" if is_last else checkpoint.name)
+            shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns(run_state.STATE_FILE))
+            state = run_state.read_state(checkpoint)
+            base, recipe = card.short(self._base_on_hub()[0]), run_state.without_paths(state.recipe)
+            run_state.write_state(copy, replace(state, base=base, recipe=recipe))
+        return hf_api().upload_folder(
+            repo_id=self.hub_model_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            token=self.args.hub_token,
+            run_as_future=not blocking,
+            revision=self.args.hub_revision,
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)

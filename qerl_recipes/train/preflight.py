@@ -127,8 +127,8 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     folder = str(model.model_name_or_path)
     if training.push_to_hub and Path(folder).is_dir() and base_model.hub_name(folder) == folder:
         warnings.warn(
-            f"push_to_hub: adapter_config.json will name the base by its folder here, {folder}, where PEFT finds it on "
-            "no other machine; qerl quantize notes the hub's name for a model that it takes from there",
+            f"push_to_hub: what is pushed will name the base {Path(folder).absolute().name}, as its folder here, where "
+            "PEFT does not find it; qerl quantize notes the hub's name for a model that it takes from there",
             stacklevel=2,
         )
     plan = _plan(script, training, model, config, gpu)

@@ -281,7 +281,6 @@ def finish(trainer: "QerlGRPOTrainer") -> None:
     adapter = Path(trainer.args.output_dir) / "adapter"
     trainer.save_adapter(adapter)
     if trainer.args.push_to_hub:
-        trainer.prepare_push(adapter)
         trainer.push_to_hub()
 
 

@@ -84,7 +84,8 @@ def test_a_run_takes_from_the_hub_and_pushes_every_checkpoint(
     assert titles[0] == "Training in progress, step 1" and titles[-1] == "End of training"
     for title, files in hub.commits:
         if title in titles:
-            assert {"adapter_model.safetensors", "qerl_state.json", "README.md"} <= files.keys()
+            assert {"adapter_model.safetensors", "tokenizer.json", "README.md"} <= files.keys()
+            assert "qerl_state.json" not in files and not any(str(tmp_path).encode() in part for part in files.values())
     pushed = hub.root / "models" / "me" / "policy"
     weights = "adapter_model.safetensors"
     assert (pushed / weights).read_bytes() == (tmp_path / "run" / "adapter" / weights).read_bytes()

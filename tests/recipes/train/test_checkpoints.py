@@ -4,21 +4,27 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
 
+import hub_stand_in
+import huggingface_hub
 import peft
 import pytest
 import torch
+import transformers
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from transformers.trainer_utils import HubStrategy
 
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state
 from qerl_recipes.model import loading, norms
 from qerl_recipes.train.checkpoints import load_adapter
 from qerl_recipes.train.divergence import Diverged
 from qerl_recipes.train.preflight import resume_point
+from qerl_recipes.train.run import finish
 
 
 def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, make_nvfp4):
@@ -49,10 +55,9 @@ def test_the_card_of_a_push_names_what_a_reader_of_the_hub_can_serve(make_traine
     base, named = Path(trainer._run.base), []
 
     def commands():
-        trainer.create_model_card()
+        trainer._save()
         text = (Path(trainer.args.output_dir) / "README.md").read_text()
         assert f"{base}" not in text and f"{trainer.args.output_dir}" not in text
-        trainer._save()
         pushed = json.loads((Path(trainer.args.output_dir) / "adapter_config.json").read_text())
         named.append((pushed["base_model_name_or_path"], pushed["revision"]))
         lines = [line for line in text.splitlines() if line.startswith("vllm serve")]
@@ -69,7 +74,55 @@ def test_the_card_of_a_push_names_what_a_reader_of_the_hub_can_serve(make_traine
     trainer._recipe = {"model_name_or_path": "a/b", "model_revision": "v2"}
     text, served = commands()
     assert served == {"vllm serve a/b --revision v2"} and "made the folder with this hash" not in text
-    assert named == [(str(base), None), ("somebody/model", None), ("a/b", "v2")], "PEFT loads the base by these"
+    assert named == [(base.name, None), ("somebody/model", None), ("a/b", "v2")], "PEFT loads the base by these"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Let this process push to the stand-in."""
+    for name, value in {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    with hub_stand_in.Hub(tmp_path / "hub") as served:
+        api = huggingface_hub.HfApi(endpoint=served.endpoint, token=hub_stand_in.TOKEN)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", api)
+        yield served
+
+
+def test_a_push_brings_what_others_load_and_no_path_of_this_machine(make_trainer, make_nvfp4, hub, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "train_norms": True}
+    pushes = {"push_to_hub": True, "hub_model_id": "me/policy", "hub_strategy": "every_save"}
+    trainer = make_trainer(make_nvfp4("qwen2"), **saves, **pushes)
+    data, run = tmp_path / "data.jsonl", Path(trainer.args.output_dir)
+    data.touch()
+    recipe = {
+        "model_name_or_path": trainer._run.base,
+        "dataset_name": os.path.relpath(data),
+        "reward_funcs": [str(data)],
+    }
+    trainer._recipe = {**recipe, "output_dir": str(run), "learning_rate": 0.5}
+    trainer.train()
+    finish(trainer)
+    for strategy in (HubStrategy.END, HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        trainer.args.hub_strategy = strategy
+        trainer._push_saved(run / "checkpoint-1")
+        trainer._finish_current_push()
+    titles, brought = zip(*hub.commits, strict=True)
+    saved = "Training in progress, step 1"
+    assert titles == (saved, "End of training", saved, saved), "nothing is pushed at a save with END"
+    to_load = {"README.md", "adapter_config.json", "adapter_model.safetensors", "norms.safetensors"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert brought[0].keys() - tokenizer == brought[1].keys() - tokenizer == to_load
+    resumable = {"optimizer.pt", "trainer_state.json", "qerl_state.json"}
+    for files, name in ((brought[2], "last-checkpoint"), (brought[3], "checkpoint-1")):
+        inside = {file.removeprefix(f"{name}/") for file in files if file.startswith(f"{name}/")}
+        assert inside >= resumable | to_load and {file for file in files if "/" not in file} == brought[0].keys()
+        assert read_state(hub.root / "models" / "me" / "policy" / name).recipe == {"learning_rate": 0.5}
+    for files in brought:
+        assert not [name for name, content in files.items() if os.fsencode(tmp_path) in content]
+    assert read_state(run / "checkpoint-1").recipe == trainer._recipe, "evaluations and reports here read it"
+    downloaded = hub.root / "models" / "me" / "policy" / "last-checkpoint"
+    trainer.args.output_dir, trainer.args.resume_from_checkpoint = str(tmp_path / "elsewhere"), str(downloaded)
+    assert resume_point(trainer.args, trainer._recipe).folder == downloaded
 
 
 def test_a_resumed_run_goes_on_counting(make_trainer, make_nvfp4, resume):

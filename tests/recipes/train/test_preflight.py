@@ -250,7 +250,7 @@ def test_a_push_that_the_hub_would_not_take_is_refused(demo, refusal, hub, monke
     assert "log_completions_hub_repo needs a token of the Hugging Face hub" in refusal(*table)
     monkeypatch.setattr(constants, "ENDPOINT", hub)
     assert f"{hub} does not take this token" in refusal(*push, "--hub_token", "hf_other")
-    with pytest.warns(UserWarning, match=r"adapter_config.json will name the base by its folder here, .*/model, where"):
+    with pytest.warns(UserWarning, match="what is pushed will name the base model, as its folder here"):
         check(*demo(*push, "--hub_token", "hf_known"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "127.0.0.1:9 does not take this token" in refusal(*push, "--hub_token", "hf_known")
