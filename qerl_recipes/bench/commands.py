@@ -47,16 +47,12 @@ def rollout(
             "numbers of tokens, or at random; lognormal alone is lognormal:1440,0.8,4096.",
         ),
     ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="Repeat each case this often, after one that warms up; default: 3.")
-    ] = None,
+    repeats: Annotated[int, typer.Option(help="Repeat each case this often, after one that warms up.")] = 3,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Measure each configuration with these caches, such as auto,fp8.")
     ] = "auto",
-    profile: Annotated[
-        bool, typer.Option(help="show the kernels of a decode step halfway through the completions, instead of rates")
-    ] = False,
+    profile: Annotated[bool, typer.Option("--profile", hidden=True)] = False,  # of earlier releases
     interleave: Annotated[
         bool, typer.Option(help="Start all engines at once on one GPU, and measure each repeat on one after the other.")
     ] = False,
@@ -77,6 +73,10 @@ def rollout(
     from qerl_recipes.bench.rollout import run
     from qerl_recipes.bench.rollout_arm import make_cases
 
+    if profile:
+        raise typer.BadParameter(
+            "--profile has gone, and rates alone are measured now; `vllm bench latency --profile` shows kernels"
+        )
     lists = []
     numbers = {"--batch": batch, "--input_len": input_len, "--output_len": output_len, "--rank": rank}
     for name, text in numbers.items():
@@ -96,7 +96,6 @@ def rollout(
         repeats=repeats,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_dtype=kv_cache_dtype.split(","),
-        profile=profile,
         interleave=interleave,
         variants=_variants(variant or []),
         scratch=scratch,

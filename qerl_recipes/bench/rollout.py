@@ -7,7 +7,7 @@ their tokens in and out; it is timed as a whole and for one token out, so that d
 Arms run one after the other. With ``--interleave`` all engines are there at once and each case is repeated arm by arm,
 so that what changes about the GPU meanwhile changes for all of them. One arm works at a time, and the others wait
 without a processor; workers of an engine on several GPUs do so from a second after their last
-work on (vLLM's ``SpinCondition``). With ``--profile`` nothing is timed but a decode step, and its kernels.
+work on (vLLM's ``SpinCondition``).
 """
 
 import itertools
@@ -23,9 +23,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.bench import decode_profile, rollout_memory
 from qerl_recipes.bench import lengths as uneven
-from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, ask_once, check_gpus, check_shape, ended_cleanly
+from qerl_recipes.bench import rollout_memory
+from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.engines import ADAPTERLESS, ARMS
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
 from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
@@ -42,7 +42,6 @@ OURS = {  # arguments of vllm.LLM that the benchmark sets itself
     *("enable_lora", "max_lora_rank"),
 }
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-REPEATS = 3  # by default
 BUSY = 1.0  # seconds for which workers of an engine on several GPUs look for more work without sleeping
 
 
@@ -53,10 +52,9 @@ def run(
     arms: Sequence[str] = ("bf16_merged", "bf16", "qerl_nvfp4"),
     rank: Sequence[int] = (32,),
     lengths: str | None = None,
-    repeats: int | None = None,
+    repeats: int = 3,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Sequence[str] = ("auto",),
-    profile: bool = False,
     interleave: bool = False,
     engine: Mapping[str, Any] | None = None,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
@@ -66,8 +64,7 @@ def run(
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
     With ``lengths`` (``bench.lengths.draw``), every number of sequences is also measured with completions of unequal
-    lengths, the same in all arms. ``profile`` says where the time of a decode step goes, instead of rates
-    (``bench.decode_profile``); the profiler's traces lie beside ``output``. ``interleave`` starts the engines of all
+    lengths, the same in all arms. ``interleave`` starts the engines of all
     arms at once, if they fit on the GPU together. Each arm with an adapter is measured with each ``rank``, on an engine
     of its own: a smaller adapter in the same engine would be filled up with zeros and take as long. Each arm is
     measured with each of ``kv_cache_dtype``; "auto" is the activations' dtype. ``engine`` holds more arguments of
@@ -81,9 +78,8 @@ def run(
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
     _check_names(arms, rank, kv_cache_dtype, engine, variants, interleave)
-    if profile and lengths is not None:
-        raise ValueError("--profile looks at a step of equal lengths, and --lengths times a whole rollout; use one")
-    _check_modes(cases, repeats, tensor_parallel_size, profile, interleave)
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; it is at least 1")
     about: dict[str, Any] = {}
     if lengths is not None:
         drawn = {case.batch: uneven.draw(lengths, case.batch) for case in cases}
@@ -91,7 +87,6 @@ def run(
         about["batch"] = {str(batch): uneven.summary(own) for batch, own in drawn.items()}
         of_a_batch = {case.batch: case for case in cases}
         cases = [*cases, *(of_a_batch[n]._replace(output=max(own), lengths=own) for n, own in drawn.items())]
-    repeats = REPEATS if repeats is None else repeats
     requests: dict[str, Figures] = {}
     for arm, one, variant, cache in itertools.product(arms, rank, (None, *variants), kv_cache_dtype):
         chosen = [] if variant is None else [variant]
@@ -106,7 +101,6 @@ def run(
             "kv_cache_dtype": cache,
             "engine": _joined(engine, {} if variant is None else variants[variant]),
             "memory": {},
-            "traces": None,
         }
     if interleave:
         for name, memory in rollout_memory.plan(shape, requests, cases).items():
@@ -142,16 +136,7 @@ def run(
     with ended_cleanly(), tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
         for group in [list(requests)] if interleave else [[name] for name in requests]:
             left = {name: {**requests[name], "scratch": folder} for name in group}
-            if profile:
-                traces = (output or Path(folder, "profile")).with_suffix("").resolve()
-                for name, request in left.items():
-                    suffix = re.sub(r"[^\w.-]+", "_", name)
-                    try:
-                        note(name, ask_once(ARM, {**request, "traces": f"{traces}_{suffix}"}))
-                    except ArmFailedError as error:
-                        note(name, {"failed": str(error)})
-            else:
-                take_turns(ARM, left, cases, repeats, note, rest_seconds)
+            take_turns(ARM, left, cases, repeats, note, rest_seconds)
     _print(result)
     return result
 
@@ -179,19 +164,6 @@ def _check_names(
         raise ValueError(f"rank is {list(ranks)}; name each rank once, each at least 1")
     if max(ranks) > ENGINE_RANKS[-1]:
         raise ValueError(f"rank is {list(ranks)}; vLLM holds at most rank {ENGINE_RANKS[-1]}")
-
-
-def _check_modes(cases: Sequence[Case], repeats: int | None, gpus: int, profile: bool, interleave: bool) -> None:
-    if profile:
-        if repeats is not None:
-            raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
-        if interleave:
-            raise ValueError("--interleave has several engines at once, and --profile looks at one; leave one out")
-        if gpus > 1:
-            raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
-        decode_profile.check(min(case.output for case in cases))
-    if repeats is not None and repeats < 1:
-        raise ValueError(f"repeats is {repeats}; it is at least 1")
 
 
 def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,8 +256,6 @@ def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
     """Add a piece of an arm's figures to those before, with its rates."""
     alone = ("failed", "linears", "weights_gib", "kv_cache_tokens", "start_seconds")
     measured |= {name: figures[name] for name in alone if name in figures}
-    if "profile" in figures:
-        measured.setdefault("profile", []).extend(figures["profile"])
     if row := figures.get("case"):
         batch, tokens_in, tokens_out = row["batch"], row["input"], row["output"]
         equal = [case for case in cases if not case.lengths]
@@ -314,9 +284,6 @@ def _print(result: dict[str, Any]) -> None:
 
     console = Console(width=160)
     show_remarks(console, result["arms"], result["cached_tokens"])
-    for arm, figures in result["arms"].items():
-        if figures.get("profile"):
-            decode_profile.show(arm, figures)
     arms = {arm: figures for arm, figures in result["arms"].items() if "prefill" in figures}
     if not arms:
         return

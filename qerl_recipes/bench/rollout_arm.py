@@ -3,10 +3,9 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_recipes.bench import decode_profile, linear_kernels
+from qerl_recipes.bench import linear_kernels
 from qerl_recipes.bench.arms import Figures, answer
 from qerl_recipes.bench.engines import is_stock, options
 from qerl_recipes.recipe.shapes import config_json
@@ -65,15 +64,11 @@ def prefill(cases: Sequence[Case]) -> Case:
     return Case(PREFILLED, longest([case for case in cases if not case.lengths]) - 1, 1)
 
 
-def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None] | None:
+def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None]:
     """Start the engine, and note its memory and start time; return the function that times one repeat of a case.
 
-    Of an order it reads ``case``, its ``number`` and ``repeat``, from which the prompts follow. If the request names
-    ``traces``, profile a decode step of every case instead.
+    Of an order it reads ``case``, its ``number`` and ``repeat``, from which the prompts follow.
     """
-    if request["traces"] is not None:
-        profile(request, figures)
-        return None
     began = time.perf_counter()
     from qerl_recipes.rollout import sampling as completions
 
@@ -130,18 +125,6 @@ def share_below(few: int, began: float, ended: Sequence[float]) -> float:
     """Return the share of the time until the last of ``ended`` in which fewer than ``few`` sequences had not ended."""
     since = ended[-few] if len(ended) >= few else began
     return (ended[-1] - since) / (ended[-1] - began)
-
-
-def profile(request: Figures, figures: Figures) -> None:
-    """Profile a decode step of every case into ``figures`` (``decode_profile``)."""
-    llm, policy = start(request, figures)
-    vocabulary = config_json(request["shape"])["vocab_size"]
-    figures["profile"] = []
-    for number, case in enumerate(_cases(request)):
-        file = Path(f"{request['traces']}_{case.batch}.trace.json.gz")
-        ids, stock = prompts(case, number, 1, vocabulary), is_stock(request["arm"])
-        profiled = decode_profile.profile(llm, ids, sampling(case.output), policy.request, file, is_stock=stock)
-        figures["profile"].append(profiled)
 
 
 def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":

@@ -8,8 +8,6 @@ import torch
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
-from qerl_recipes.bench import decode_profile, rollout
-from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.machine import processes
 
 TINY = "train --shape tiny --arms bf16,qerl_nvfp4"
@@ -32,7 +30,6 @@ REFUSALS = (
     ('rollout --shape tiny --engine \'{"kv_cache_dtype": "fp8"}\'', "engine names 'kv_cache_dtype', which this"),
     ("rollout --shape tiny --engine async_scheduling=0", "is not JSON"),
     ("rollout --shape tiny --engine [1]", "it is a JSON object"),
-    ("rollout --shape tiny --interleave --profile", "--interleave has several engines at once, and --profile looks"),
     ("rollout --shape tiny --interleave --engine '{\"kv_cache_memory_bytes\": 1}'", "engine names 'kv_cache_memory_"),
     ("rollout --shape tiny --interleave --variant 'a={\"gpu_memory_utilization\": 1}'", "variant a names 'gpu_mem"),
     ('rollout --shape tiny --variant \'a={"dtype": "half"}\'', "variant a names 'dtype', which this benchmark sets"),
@@ -40,14 +37,11 @@ REFUSALS = (
     ("rollout --shape tiny --variant a=0", "--variant a is '0'; it is a JSON object"),
     ("rollout --shape tiny --variant a={} --variant a={}", "--variant a is given twice"),
     ("rollout --shape tiny --variant 'a b={}'", "variant 'a b': a name is of letters"),
-    ("rollout --shape tiny --profile", "--profile looks at the kernels of a GPU, and there is no CUDA GPU"),
-    ("rollout --shape tiny --profile --output_len 79", "output_len is 79; --profile needs at least 80"),
-    ("rollout --shape tiny --profile --repeats 3", "repeats is 3, and --profile times no case as a whole"),
+    ("rollout --shape tiny --profile", "--profile has gone, and rates alone are measured now"),
     ("rollout --shape tiny --lengths lognormal:9,0.8", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     ("rollout --shape tiny --lengths lognormal:90,0.8,60", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     ("rollout --shape tiny --lengths no/file", "--lengths is 'no/file', and no such file can be read"),
     ("rollout --shape tiny --lengths LICENSE", "it has a number of tokens in each line, or a JSON list"),
-    ("rollout --shape tiny --profile --lengths lognormal", "--profile looks at a step of equal lengths, and --len"),
     ("swap --shape 8B", "unknown shape '8B'"),
     ("swap --shape 7B", "shape 7B needs a CUDA GPU"),
     ("swap --shape tiny --transport http,pigeon", "['pigeon'] is unknown; it is one of auto, ipc, shared, http"),
@@ -96,10 +90,3 @@ def test_is_refused(line: str, message: str, monkeypatch: pytest.MonkeyPatch) ->
     done = CliRunner().invoke(cli.app, ["bench", *shlex.split(line)])
     assert done.exit_code != 0
     assert message in " ".join((done.output + str(done.exception)).replace("│", " ").split())
-
-
-def test_a_profile_of_several_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "check_gpus", lambda count: None)
-    monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
-    with pytest.raises(ValueError, match="tensor parallelism has more"):
-        rollout.run("tiny", [Case(2, 8, 80)], profile=True, tensor_parallel_size=2)

@@ -207,7 +207,7 @@ def test_an_engine_gets_its_options_beside_the_benchmarks_own(monkeypatch: pytes
 
     def options_of(**changed: Any) -> dict[str, Any]:
         with pytest.raises(InterruptedError):
-            rollout_arm.begin({**request, "traces": None, **changed}, {})
+            rollout_arm.begin({**request, **changed}, {})
         return passed
 
     assert "cudagraph_capture_sizes" not in options_of(cases=[(1, 8, 20), (1, 8, 9, [9])])["compilation_config"]
