@@ -10,18 +10,17 @@ without a processor; workers of an engine on several GPUs do so from a second af
 work on (vLLM's ``SpinCondition``).
 """
 
+import functools
 import itertools
-import os
 import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench import rollout_memory
@@ -32,9 +31,6 @@ from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
 from qerl_recipes.recipe.keys import ENGINE_RANKS
 from qerl_recipes.recipe.shapes import full_name
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {  # arguments of vllm.LLM that the benchmark sets itself
     *("model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"),
@@ -42,7 +38,6 @@ OURS = {  # arguments of vllm.LLM that the benchmark sets itself
     *("enable_lora", "max_lora_rank"),
 }
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-BUSY = 1.0  # seconds for which workers of an engine on several GPUs look for more work without sleeping
 
 
 def run(
@@ -105,7 +100,6 @@ def run(
     if interleave:
         for name, memory in rollout_memory.plan(shape, requests, cases).items():
             requests[name]["memory"] = memory
-    rest_seconds = pause(len(requests), tensor_parallel_size) if interleave else 0.0
     measured: dict[str, Figures] = {name: {} for name in requests}
     result = {
         "shape": shape,
@@ -114,7 +108,6 @@ def run(
         "repeats": repeats,
         **({"lengths": about} if about else {}),
         "interleaved": interleave,
-        "rest_seconds": rest_seconds,
         "engine": engine,
         "variants": {name: dict(own) for name, own in variants.items()},
         **conditions(),
@@ -130,13 +123,14 @@ def run(
             print(f"{name}, {case}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
         if row := figures.get("uneven"):
             last = statistics.median(row["seconds"])
-            print(f"{name}, {row['batch']} of unequal lengths: {last:.1f} s", file=sys.stderr, flush=True)
+            rate = f"{row['tokens'] / last:,.0f} tokens/s, {last:.1f} s until the last token"
+            print(f"{name}, {row['batch']} of unequal lengths: {rate}", file=sys.stderr, flush=True)
         save(result, output)  # an arm takes minutes, and a run may be cut short
 
     with ended_cleanly(), tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
         for group in [list(requests)] if interleave else [[name] for name in requests]:
             left = {name: {**requests[name], "scratch": folder} for name in group}
-            take_turns(ARM, left, cases, repeats, note, rest_seconds)
+            take_turns(ARM, left, cases, repeats, note)
     _print(result)
     return result
 
@@ -175,20 +169,12 @@ def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return joined
 
 
-def pause(arms: int, tensor_parallel: int) -> float:
-    """Return the seconds that workers need to fall asleep between turns; 0 where each process has a processor."""
-    processes = arms * (1 + tensor_parallel)
-    is_crowded = tensor_parallel > 1 and arms > 1 and processes > len(os.sched_getaffinity(0))
-    return 1.2 * BUSY if is_crowded else 0.0
-
-
 def take_turns(
     module: str,
     requests: Mapping[str, Figures],
     cases: Sequence[Case],
     repeats: int,
     note: Callable[[str, Figures], None],
-    rest_seconds: float = 0.0,
 ) -> None:
     """Start the arms, all at once, and measure every case with each of them, ``repeats`` times in turn.
 
@@ -219,12 +205,7 @@ def take_turns(
             warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS), lengths=None)
             for repeat in range(repeats + 1):
                 order = {"number": number, "repeat": repeat, "case": case if repeat else warm_up}
-
-                def turn(arm: Arm, order: Figures = order) -> Figures:
-                    time.sleep(rest_seconds)
-                    return arm.ask(order)
-
-                for name, answer in each(turn).items():
+                for name, answer in each(functools.partial(Arm.ask, order=order)).items():
                     if repeat:
                         given[name].append(answer)
             return {name: given[name] for name in arms}
@@ -308,31 +289,9 @@ def _print(result: dict[str, Any]) -> None:
         weights = figures["weights_gib"]
         rows.append([arm, *cells, "" if weights is None else f"{weights:.1f}"])
     console.print(table(title, [*columns, "prefill", "weights\nGiB"], rows))
-    if "lengths" in result:
-        _print_uneven(console, result, arms, others)
     for arm, figures in arms.items():
         runs = (f"{row['layers']} layers {row['method']}, {row['kernel']}" for row in figures.get("linears", ()))
         console.print(f"{arm}: {'; '.join(runs)}", markup=False, soft_wrap=True)
-
-
-def _print_uneven(console: "Console", result: dict[str, Any], arms: Mapping[str, Figures], others: list[str]) -> None:
-    """Print a row of the rollouts of unequal lengths for each arm, with the same ratios as those of equal lengths."""
-    about = result["lengths"]
-    columns = [f"tokens/s, lengths from\n{about['chosen']}"]
-    for batch, drawn in about["batch"].items():
-        columns += [f"{batch} x {drawn['mean']:,.0f} out,\n{drawn['longest']:,} at most", "until the\nlast token"]
-        columns += [f"below {' / '.join(map(str, FEW))}"]
-    rows = []
-    for arm, figures in arms.items():
-        cells = [arm]
-        for batch in about["batch"]:
-            row = figures["uneven"][batch]
-            best = max(arms[other]["uneven"][batch]["tokens_per_s"] for other in others)
-            shares = (f"{statistics.median(row[f'below_{few}']):.0%}" for few in FEW)
-            cells += [_cell(row, best), f"{statistics.median(row['seconds']):.1f} s", " / ".join(shares)]
-        rows.append(cells)
-    title = "Unequal lengths: share of the time in which so few sequences were left"
-    console.print(table(title, columns, rows))
 
 
 def _cell(row: Figures, best: float) -> str:

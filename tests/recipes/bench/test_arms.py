@@ -67,14 +67,14 @@ def lines(log: Path) -> list[list[Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def turns(*names: str, repeats: int = 2, rest_seconds: float = 0.0) -> dict[str, list[dict[str, Any]]]:
+def turns(*names: str, repeats: int = 2) -> dict[str, list[dict[str, Any]]]:
     noted: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     requests = {name: {"name": name} for name in names}
 
     def note(name: str, figures: dict[str, Any]) -> None:
         noted[name].append(figures)
 
-    take_turns("made_up_arm", requests, CASES, repeats, note, rest_seconds)
+    take_turns("made_up_arm", requests, CASES, repeats, note)
     return noted
 
 

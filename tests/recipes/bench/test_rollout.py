@@ -109,7 +109,7 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
     ]
     options += ["--lengths", "lognormal:10,0.8,35"]
     cli.app([*line.split(), *options], standalone_mode=False)  # vLLM needs a standard output that is a file
-    printed = capfd.readouterr().out
+    printed, noted = capfd.readouterr()
     result = json.loads(file.read_text())
     assert result["engine"] == engine and result["interleaved"] is True and list(result["arms"]) == names
     assert {"gpu", "versions", "commit", "date", "command"} <= set(result)
@@ -138,7 +138,7 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
             assert row["below_16"] == row["below_64"] == [1.0, 1.0]
             if where == "in_this_process":
                 assert row["seconds"] == [max(drawn[batch]) * 1.0] * 2, "until the last token"
-    assert "until the" in printed and "100% / 100%" in printed
+    assert "bf16_merged, 3 of unequal lengths: " in noted and "s until the last token" in noted
     assert result["rank"] == [8, 4] and "LoRA rank 8 and 4" in printed
     assert "qerl_nvfp4, rank 4: 8 layers QerlOnlineLinearMethod, Canonical" in printed
     assert "3 x" in printed and "ratios to the faster of bf16_merged" in printed
@@ -235,20 +235,14 @@ def test_time_with_few_sequences_left_is_counted() -> None:
     assert rollout_arm.share_below(1, 10.0, ended) == 0
 
 
-def groups_of(
-    monkeypatch: pytest.MonkeyPatch, rests: float | None = 0.0, **options: Any
-) -> list[dict[str, dict[str, Any]]]:
-    """Return the requests of each group of arms that exist at the same time, and check that they rest for ``rests``
-    seconds.
-    """
+def groups_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[dict[str, dict[str, Any]]]:
+    """Return the requests of each group of arms that exist at the same time."""
     groups: list[dict[str, dict[str, Any]]] = []
 
-    def take(module: str, requests: Any, cases: Any, repeats: int, note: Any, rest_seconds: float) -> None:
+    def take(module: str, requests: Any, cases: Any, repeats: int, note: Any) -> None:
         groups.append(requests)
-        assert rest_seconds == rests
 
     monkeypatch.setattr(rollout, "take_turns", take)
-    monkeypatch.setattr(rollout, "pause", lambda arms, parallel: 4.5 if (arms, parallel) == (2, 1) else None)
     rollout.run("tiny", [Case(1, 2, 3)], **{"arms": ["bf16", "qerl_nvfp4"], **options})
     return groups
 
@@ -263,7 +257,7 @@ def test_arms_are_started_one_by_one_or_at_once(h200: None, monkeypatch: pytest.
     one_by_one = groups_of(monkeypatch)
     assert [list(group) for group in one_by_one] == [["bf16"], ["qerl_nvfp4"]]
     assert one_by_one[0]["bf16"]["memory"] == {}, "vLLM measures"
-    (at_once,) = groups_of(monkeypatch, 4.5, interleave=True)
+    (at_once,) = groups_of(monkeypatch, interleave=True)
     assert list(at_once) == ["bf16", "qerl_nvfp4"]
     assert all(request["memory"]["kv_cache_memory_bytes"] > 0 for request in at_once.values())
 
@@ -272,7 +266,7 @@ def test_variants_and_caches_multiply_the_arms(monkeypatch: pytest.MonkeyPatch) 
     engine = {"seed": 1, "compilation_config": {"mode": 0, "inductor_compile_config": {"combo_kernels": True}}}
     pdl = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
     options: dict[str, Any] = {"engine": engine, "variants": {"pdl": pdl, "s": {"seed": 2}}}
-    (group,) = groups_of(monkeypatch, None, interleave=True, kv_cache_dtype=["auto", "fp8"], **options)
+    (group,) = groups_of(monkeypatch, interleave=True, kv_cache_dtype=["auto", "fp8"], **options)
     names = ["bf16", "bf16, fp8 cache", "bf16, pdl", "bf16, pdl, fp8 cache", "bf16, s", "bf16, s, fp8 cache"]
     assert list(group)[:6] == names and len(group) == 12
     assert group["bf16"]["engine"] == engine
@@ -318,7 +312,7 @@ def test_rates_are_of_the_median_and_a_failed_arm_ends_no_other(
     seconds = {"bf16_merged": [2.0, 4.0], "qerl_nvfp4": [], "bf16": [4.0]}
     order: list[str] = []
 
-    def take_turns(module: str, requests: dict[str, Any], cases: Any, repeats: int, note: Any, rest: float) -> None:
+    def take_turns(module: str, requests: dict[str, Any], cases: Any, repeats: int, note: Any) -> None:
         (arm,) = requests
         order.append(arm)
         if not seconds[arm]:
