@@ -6,7 +6,6 @@ that they run calls ``answer``. Requests, orders and answers are JSON, a line ea
 
 import contextlib
 import json
-import multiprocessing
 import os
 import queue
 import secrets
@@ -14,10 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
     from qerl_recipes.machine.serve import ServerProcess
 
 Figures = dict[str, Any]
-SPAWN = multiprocessing.get_context("spawn")
 
 
 class ArmFailedError(RuntimeError):
@@ -168,22 +164,6 @@ def ended_cleanly() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def child(work: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
-    """Start a process of Python that calls ``work`` with ``arguments`` and its end of a pipe; return our end, too."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=work, args=(*arguments, theirs), daemon=True)
-    process.start()
-    theirs.close()  # the end of a process that has died is then seen on our end
-    return process, ours
-
-
-def kill(children: Iterable[SpawnProcess]) -> None:
-    """Kill processes of ``child``, and wait until they have ended."""
-    for process in children:
-        process.kill()
-        process.join()
 
 
 @contextmanager

@@ -7,17 +7,17 @@ with more, the soak would measure that process, and the changes of policy would 
 import asyncio
 import json
 import math
+import multiprocessing
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from qerl_recipes.bench.arms import SPAWN, child, kill
 from qerl_vllm_plugin.client import VERSION_HEADER, PolicyClient
 
 # every third swap waits for running requests, every tenth aborts them: many answers then have one version
@@ -35,11 +35,11 @@ CANCELLED = 16  # one request in so many is given up in the middle of its answer
 SEVERAL, SEQUENCES = 8, 5  # one request in so many asks for several sequences: its answer names the policies of all
 STREAMS_A_PROCESS = 64
 START = 120.0  # seconds that the processes may take to start
-PATIENCE = 180.0  # seconds in which streams must end once they are told to: a request's limit is 120
 
 SILENT = "none"  # the reason of a stream that ends before its first token: vLLM does not say why it was aborted
 
 Adapter = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,10 @@ async def run_stream(
             received.answers += answers
 
 
-def _stream_process(
-    url: str, model: str, numbers: range, pool: list[list[int]], seed: int, over: Any, connection: Connection
-) -> None:
-    """Run the streams of one process; send "ready", and at the end what they received."""
+def _ask_until(
+    over: Any, started: Any, url: str, model: str, numbers: Sequence[int], pool: list[list[int]], seed: int
+) -> Received:
+    """Run the streams of one process once all have ``started`` until ``over``; return what they received."""
     import openai
 
     async def run() -> Received:
@@ -210,51 +210,33 @@ def _stream_process(
         await client.close()
         return received
 
-    connection.send("ready")
-    connection.send(asyncio.run(run()))
+    started.wait(START)
+    return asyncio.run(run())
 
 
-def shares(count: int) -> list[range]:
-    """Return the numbers of the streams of each process."""
-    firsts = range(0, count, STREAMS_A_PROCESS)
-    return [range(first, min(first + STREAMS_A_PROCESS, count)) for first in firsts]
+@contextmanager
+def running(url: str, model: str, pool: list[list[int]], count: int, seed: int) -> Iterator[Callable[[], Received]]:
+    """Run ``count`` streams in processes; yield the function that ends them and returns what they received."""
+    shares = [range(count)[first : first + STREAMS_A_PROCESS] for first in range(0, count, STREAMS_A_PROCESS)]
+    with SPAWN.Manager() as manager, ProcessPoolExecutor(len(shares), SPAWN) as executor:
+        over, started = manager.Event(), manager.Barrier(len(shares) + 1)
+        asking = [executor.submit(_ask_until, over, started, url, model, share, pool, seed) for share in shares]
+        started.wait(START)
 
+        def end() -> Received:
+            over.set()
+            total = Received()
+            for part in asking:
+                received = part.result()
+                total.answers += received.answers
+                total.lost += received.lost
+                total.cancelled += received.cancelled
+            return total
 
-class Streams:
-    """Run ``count`` streams that ask until ``end``, in processes; raise RuntimeError if one does not start."""
-
-    def __init__(self, url: str, model: str, pool: list[list[int]], count: int, seed: int) -> None:
-        self._over = SPAWN.Event()
-        self._children = [child(_stream_process, url, model, share, pool, seed, self._over) for share in shares(count)]
-        for _, connection in self._children:
-            _receive(connection, START, "processes that ask the server have not started")
-
-    def __enter__(self) -> "Streams":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        kill(process for process, _ in self._children)
-
-    def end(self) -> Received:
-        """Ask nothing more, and return all that was received; raise RuntimeError for a process stuck or dead."""
-        self._over.set()
-        total, deadline = Received(), time.monotonic() + PATIENCE
-        for _, connection in self._children:
-            left = max(0.0, deadline - time.monotonic())
-            part: Received = _receive(connection, left, f"requests still run {PATIENCE:.0f} s after the last was asked")
-            total.answers += part.answers
-            total.lost += part.lost
-            total.cancelled += part.cancelled
-        return total
-
-
-def _receive(connection: Connection, seconds: float, late: str) -> Any:
-    if not connection.poll(seconds):
-        raise RuntimeError(late)
-    try:
-        return connection.recv()
-    except EOFError as error:
-        raise RuntimeError("a process that asks the server has died, and what it received with it") from error
+        try:
+            yield end
+        finally:
+            over.set()
 
 
 def ahead(draw: Callable[[int], Adapter], count: int) -> Callable[[int], Adapter]:
@@ -331,7 +313,7 @@ def load(
     """
     policies = {transport: PolicyClient(url, token, transport=transport) for transport in TRANSPORTS}
     observed = Observed(changes=[Change(policies["http"].state()["version"], None, (0.0, 0, 0))])
-    with Streams(url, model, prompts(vocabulary, seed), streams, seed) as asking:
+    with running(url, model, prompts(vocabulary, seed), streams, seed) as end_streams:
         start = time.monotonic()
         time.sleep(quiet)
         between()
@@ -339,7 +321,7 @@ def load(
         push(policies, adapter, seed, busy, observed, between)
         end = time.monotonic()
         between()
-        observed.add(asking.end())
+        observed.add(end_streams())
     phases = {"without swaps": (start, middle), "with swaps": (middle, end)}
     return observed, {name: speed(observed.answers, *times) for name, times in phases.items()}
 

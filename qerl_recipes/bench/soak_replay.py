@@ -8,20 +8,17 @@ import functools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.arms import child, kill
 from qerl_recipes.bench.rollout_memory import LEAST_SHARE
-from qerl_recipes.bench.soak_load import LONGEST_ANSWER, LONGEST_PROMPT, Adapter, Answer, Change, ahead
+from qerl_recipes.bench.soak_load import LONGEST_ANSWER, LONGEST_PROMPT, SPAWN, Adapter, Answer, Change, ahead
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
 
@@ -30,6 +27,7 @@ ADAPTER_STD = 0.05  # makes what an adapter adds as large as what the random wei
 AHEAD = 4  # adapters that are drawn at one time
 LENGTH = LONGEST_PROMPT + LONGEST_ANSWER + 16  # --max-model-len
 MOST_ENGINES = 4
+NEIGHBOURS = 16  # policies that one engine judges one after the other: their adapters are drawn ahead
 CACHE = 4 << 30  # bytes of an engine's keys and values, on a GPU
 AT_WORK = 6 << 30  # bytes of GPU memory beside weights and cache: mostly the logits of a prompt
 MOST_POLICIES = 4  # of an answer that names FIRST-LAST: of more, almost anything could be a mixture
@@ -37,6 +35,8 @@ CONTROL_EVERY = 10  # one answer in so many is also judged under a policy that i
 
 # replay(change, answers) -> log-probabilities of the tokens of each answer under that policy
 Replay = Callable[[Change, Sequence[Answer]], list[list[float]]]
+# the same for many changes, in their order
+Replays = Callable[[Iterable[Change], Iterable[Sequence[Answer]]], Iterable[list[list[float]]]]
 
 
 def dtype() -> str:
@@ -108,6 +108,9 @@ def reference(folder: str, seed: int) -> Replay:
     return replay
 
 
+_reference_here = functools.cache(reference)
+
+
 def hides(answer: Answer, output: Any) -> bool:
     """Return True if the prefix cache reached the prompt's last token, which computes the answer's first one."""
     return output.num_cached_tokens >= len(answer.prompt)
@@ -123,17 +126,14 @@ def of_tokens(tokens: Sequence[int], prompt_logprobs: Sequence[Any]) -> list[flo
 
 
 @contextmanager
-def references(folder: str, seed: int) -> Iterator[list[Replay]]:
-    """Yield the replay functions of as many engines as are of use; they may be called at the same time."""
-    count = engines(folder)
-    if count == 1:
-        yield [reference(folder, seed)]
-        return
-    children = [child(_serve_replays, folder, seed) for _ in range(count)]
-    try:
-        yield [partial(_ask_child, connection) for _, connection in children]
-    finally:
-        kill(process for process, _ in children)
+def references(folder: str, seed: int) -> Iterator[Replays]:
+    """Yield the function that replays on as many engines as are of use, each in a process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine's core in the process of the engine
+    with ProcessPoolExecutor(engines(folder), SPAWN) as executor:
+        try:
+            yield partial(executor.map, partial(_replay, folder, seed), chunksize=NEIGHBOURS)
+        finally:
+            executor.shutdown(cancel_futures=True)
 
 
 def engines(folder: str) -> int:
@@ -146,19 +146,8 @@ def engines(folder: str) -> int:
     return max(1, min(MOST_ENGINES, torch.cuda.mem_get_info()[0] // (weights + CACHE + AT_WORK)))
 
 
-def _serve_replays(folder: str, seed: int, connection: Connection) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process, which may have no child
-    replay = reference(folder, seed)
-    while True:
-        connection.send(replay(*connection.recv()))
-
-
-def _ask_child(connection: Connection, change: Change, answers: Sequence[Answer]) -> list[list[float]]:
-    try:
-        connection.send((change, answers))
-        return connection.recv()
-    except (EOFError, OSError) as error:
-        raise RuntimeError("a reference engine has died; its messages are above") from error
+def _replay(folder: str, seed: int, change: Change, answers: Sequence[Answer]) -> list[list[float]]:
+    return _reference_here(folder, seed)(change, answers)
 
 
 @dataclass
@@ -200,16 +189,6 @@ def difference(answer: Answer, replayed: Sequence[Sequence[float]], tolerance: f
             return off
         worst = max(worst, off)
     return worst
-
-
-def portions(sizes: Mapping[int, int], count: int) -> list[list[int]]:
-    """Cut the keys, in order, into ``count`` runs of about equal sizes; some may be empty."""
-    total, before = sum(sizes.values()), 0
-    runs: list[list[int]] = [[] for _ in range(count)]
-    for key in sorted(sizes):
-        runs[min(count * before // max(total, 1), count - 1)].append(key)
-        before += sizes[key]
-    return runs
 
 
 class _Judging:
@@ -265,28 +244,15 @@ class _Judging:
 def judge(
     answers: Sequence[Answer],
     changes: Sequence[Change],
-    replays: Sequence[Replay],
+    replays: Replays,
     tolerance: float,
     report: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Verdict:
     """Judge every answer against every policy that it names; ``report`` gets the verdict so far after each policy."""
-    judging, lock, ended = _Judging(answers, changes, tolerance), Lock(), Event()
-
-    def work(replay: Replay, places: Sequence[int]) -> None:
-        for place in places:
-            if ended.is_set():
-                return
-            try:
-                replayed = replay(changes[place], [answers[i] for i in judging.work[place]])
-            except BaseException:
-                ended.set()
-                raise
-            with lock:
-                judging.add(place, replayed)
-                report(judging.verdict)
-
-    sizes = {place: sum(len(answers[i].tokens) for i in members) for place, members in judging.work.items()}
-    with ThreadPoolExecutor(len(replays)) as pool:
-        for done in [pool.submit(work, *share) for share in zip(replays, portions(sizes, len(replays)), strict=True)]:
-            done.result()
+    judging = _Judging(answers, changes, tolerance)
+    places = sorted(judging.work)
+    members = ([answers[i] for i in judging.work[place]] for place in places)
+    for place, replayed in zip(places, replays((changes[place] for place in places), members), strict=True):
+        judging.add(place, replayed)
+        report(judging.verdict)
     return judging.verdict

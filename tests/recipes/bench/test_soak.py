@@ -63,26 +63,27 @@ def answer(policy, *places):
     ],
 )
 def test_an_answer_is_right_under_the_policies_that_it_names(policy, places, is_right):
-    verdict = judge([answer(policy, *places)], CHANGES, [replay], 1e-3)
+    verdict = judge([answer(policy, *places)], CHANGES, partial(map, replay), 1e-3)
     assert (not verdict.wrong) == is_right and verdict.left_out == 0
 
 
 def test_a_logprob_that_is_no_number_is_wrong():
     broken = answer("1", 0, 0)
     broken.logprobs[1] = math.nan
-    assert judge([broken], CHANGES, [replay], 1e-3).wrong
+    assert judge([broken], CHANGES, partial(map, replay), 1e-3).wrong
     assert difference(answer("1", 0), [[math.nan]], 1e-3) != 0
 
 
 def test_answers_of_many_policies_are_left_out_and_controls_told_apart():
     many = [Change(i, i, STILL) for i in range(9)]
     assert named("2-7", many) == [2, 3, 4, 5, 6, 7]
-    verdict = judge([answer("1-6", 0), answer("2", 1, 1)], many, [lambda change, answers: [[0.0] * 2]], 1e-3)
+    verdict = judge([answer("1-6", 0), answer("2", 1, 1)], many, partial(map, lambda *_: [[0.0] * 2]), 1e-3)
     assert (verdict.left_out, verdict.one, verdict.several) == (1, 1, 0)
-    verdict = judge([answer("2", 1, 1)] * 20, CHANGES, [replay], 1e-3)
+    verdict = judge([answer("2", 1, 1)] * 20, CHANGES, partial(map, replay), 1e-3)
     assert (verdict.controls, verdict.told_apart, verdict.one) == (2, 2, 20)
     # A replay that ignores the policy cannot tell policies apart.
-    verdict = judge([answer("2", 0, 0)], CHANGES, [lambda change, answers: replay(CHANGES[0], answers)], 1e-3)
+    deaf = partial(map, lambda change, answers: replay(CHANGES[0], answers))
+    verdict = judge([answer("2", 0, 0)], CHANGES, deaf, 1e-3)
     assert (verdict.controls, verdict.told_apart) == (1, 0)
 
 
@@ -254,8 +255,8 @@ def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_p
         observed, rates, memory = soak.measure(server, token, folder, 16, 12, 0)
     assert len(observed.changes) > 5 and observed.cancelled > 0
     assert rates["with swaps"] > 0  # on a busy machine no answer may end in the 2 s before the swaps
-    reference = soak_replay.reference(folder, 0)
-    verdict = judge(observed.answers, observed.changes, [reference], soak.TOLERANCE["float32"])
+    with soak_replay.references(folder, 0) as replays:
+        verdict = judge(observed.answers, observed.changes, replays, soak.TOLERANCE["float32"])
     result = soak.summary(observed, rates, memory, verdict)
     assert result["lost"] == []
     if is_sound:
