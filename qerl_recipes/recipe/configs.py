@@ -85,11 +85,6 @@ class ScriptArguments(trl.ScriptArguments):
     e2b_router_url: str | None = key(None, "code_provider e2b: HOST:PORT of a router.")
     morph_router_url: str | None = key(None, "code_provider morph: HOST:PORT of a router.")
     parallel_code_exec_per_proc: int = key(2, "code, binary_code: programs that run at a time, for each process.")
-    code_eval_scoring_mode: str = key(
-        "weighted_sum", "cf_code: what passed tests give.", choices=("pass_fail", "partial", "weighted_sum")
-    )
-    code_eval_test_batch_size: int = key(1, "cf_code, ioi_code: tests of a program that run at a time; -1 is all.")
-    ioi_provider: str = key("piston", "ioi_code: where programs run.")
     tools: list[str] = key([], "Functions that completions may call, by name or by dotted path (my_package.multiply).")
     environments: dict | str | None = key(
         None,

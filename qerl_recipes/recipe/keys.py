@@ -39,6 +39,7 @@ RENAMED = {
     "hub_model_revision": "hub_revision",
 }
 
+OF_OPEN_R1 = "it is of the rewards cf_code and ioi_code, which are not built in; remove the key"
 # keys of Open-R1 and of earlier TRLs: allowed values ask for what happens anyway; others are refused
 WITHOUT_EFFECT = {
     "vllm_device": Refusal(("auto",), "the engine shares the trainer's GPU; remove the key"),
@@ -50,6 +51,9 @@ WITHOUT_EFFECT = {
     "use_liger_loss": Refusal((False,), "Liger's loss multiplies by a BF16 weight that a 4-bit policy does not have"),
     # this key is TRL's too, so REFUSED also has it, for a GRPOConfig built in Python
     "use_liger_kernel": Refusal((True, False), "QeRL's own kernels stand where Liger's would; remove the key"),
+    "code_eval_scoring_mode": Refusal(("pass_fail", "partial", "weighted_sum"), OF_OPEN_R1),
+    "code_eval_test_batch_size": Refusal(tuple(range(-1, 1001)), OF_OPEN_R1),
+    "ioi_provider": Refusal(("piston", "morph"), OF_OPEN_R1),
     "callbacks": Refusal(([],), "push_to_hub: true with hub_strategy: every_save pushes each checkpoint to "
                          "hub_revision, without Open-R1's Slurm jobs; remove the key"),
     "benchmarks": Refusal(([],), "run qerl evaluate BASE --adapter DIR --tasks ... on the saved adapter; "
@@ -190,7 +194,7 @@ _HONOURED = {
     reward_funcs reward_weights scale_rewards multi_objective_aggregation cosine_min_value_wrong
     cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
     repetition_max_penalty code_language max_completion_len soft_punish_cache code_provider e2b_router_url
-    morph_router_url parallel_code_exec_per_proc code_eval_scoring_mode code_eval_test_batch_size ioi_provider
+    morph_router_url parallel_code_exec_per_proc
     """,
     "tools and environments": """
     tools environments environment_kwargs environment_python rollout_func response_template

@@ -224,24 +224,23 @@ class Piston:
     ``PISTON_MAX_REQUESTS_PER_ENDPOINT`` requests at a time, by default 1. Raises ConfigError without an address.
     """
 
-    def __init__(self, who: str) -> None:
+    def __init__(self) -> None:
         addresses = [address.strip() for address in os.environ.get(ENDPOINTS, "").split(",") if address.strip()]
         if not addresses or not all(address.startswith("http") for address in addresses):
             raise ConfigError(
-                f"{who} needs the environment variable {ENDPOINTS}, the addresses of Piston servers, such as "
-                "http://127.0.0.1:2000/api/v2, separated by commas"
+                f"code_provider: piston needs the environment variable {ENDPOINTS}, the addresses of Piston servers, "
+                "such as http://127.0.0.1:2000/api/v2, separated by commas"
             )
         if not (most := os.environ.get(REQUESTS, "1")).isdecimal() or most == "0":
             raise ConfigError(f"{REQUESTS} must be a number of requests, at least 1, not {most!r}")
-        self.places = len(addresses) * int(most)
         self._free: queue.Queue[str] = queue.Queue()
-        for place in range(self.places):
-            self._free.put(addresses[place % len(addresses)])
+        for address in addresses * int(most):
+            self._free.put(address)
 
     def execute(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return Piston's answer, which has the key ``run``, and ``compile`` for a language that is compiled.
+        """Return Piston's answer, which has the key ``run``.
 
-        To these come the ``seconds`` between the request and the answer, without those before a server was free.
+        To this come the ``seconds`` between the request and the answer, without those before a server was free.
         ``seconds`` limits each try. Raises ProviderError if the last try fails too.
         """
         for attempt in range(TRIES):
@@ -251,8 +250,7 @@ class Piston:
             begin = time.monotonic()
             try:
                 answer = post(f"{address.rstrip('/')}/execute", {"version": "*", **request}, seconds)
-                failed = "run" not in answer or "Resource temporarily unavailable" in (answer["run"]["stderr"] or "")
-                if not failed or (answer.get("compile") or {}).get("code"):
+                if "run" in answer and "Resource temporarily unavailable" not in (answer["run"]["stderr"] or ""):
                     return {**answer, "seconds": time.monotonic() - begin}
                 failure = ProviderError(f"{address} did not run the program: {json.dumps(answer)[:300]}")
             except ProviderError as error:
@@ -263,7 +261,7 @@ class Piston:
 
 
 def _piston(script: ScriptArguments) -> Judge:
-    piston = Piston("code_provider: piston")
+    piston = Piston()
 
     def run(program: str, given: str, seconds: float) -> tuple[int, str, float] | None:
         files = [{"name": "main.py", "content": program}]

@@ -33,6 +33,7 @@ TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 STEP = re.compile(r"(Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,)")
 STEPS_WANTED = 3
 LARGEST = 1e16  # beyond it, squared rewards of a batch overflow fp32, in which advantages are computed
+OPEN_R1_ONLY = ("cf_code", "ioi_code")  # its rewards that are not built in
 LANGUAGES = ("python", "javascript", "r", "java", "bash", "cpp")
 # arguments that the trainer passes to every reward, besides the columns of the data set; tool_mask is not TRL's: a list
 # for each completion, 1 where the policy has sampled the token
@@ -237,8 +238,6 @@ FACTORIES: dict[str, RewardFactory] = {
     "repetition_penalty": repetition_penalty,
     "code": code_rewards.code,
     "binary_code": code_rewards.binary_code,
-    "cf_code": code_rewards.cf_code,
-    "ioi_code": code_rewards.ioi_code,
     "code_format": code_format,
     "soft_overlong_punishment": soft_overlong_punishment,
     "reasoning_gym": _plain(reasoning_gym.scores, "reasoning_gym"),
@@ -249,6 +248,11 @@ FACTORIES: dict[str, RewardFactory] = {
 
 def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFactory]) -> Reward:
     """Return the reward of that name or dotted path; raise ConfigError for none, and for settings that it refuses."""
+    if name in OPEN_R1_ONLY and name not in factories:
+        raise ConfigError(
+            f"reward_funcs: {name} is not built in, for it needs Piston servers with Open-R1's own packages; use code, "
+            "with tests in the column verification_info, or a function of your own by its path"
+        )
     reward = factories[name](script) if name in factories else imported("reward_funcs", name, "rewards", factories)
     if not callable(reward):
         raise ConfigError(f"reward_funcs: {name} is not a function but {reward!r}")

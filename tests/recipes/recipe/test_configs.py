@@ -106,7 +106,7 @@ def test_open_r1_programming_recipe_parses_with_refusals():
     assert script.dataset_mixture["datasets"][0]["id"] == "someone/problems"
     refused = {line.split(":")[0] for line in refusals(script, training, model)}
     assert refused == {"callbacks", "benchmarks"}
-    assert (script.code_provider, script.code_eval_test_batch_size, script.code_language) == ("local", 20, "cpp")
+    assert (script.code_provider, script.code_language) == ("local", "cpp")
 
 
 def test_recipes_of_an_earlier_trl_are_told_changed_defaults():

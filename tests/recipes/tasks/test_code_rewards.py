@@ -1,7 +1,7 @@
 """Test the rewards that run programs.
 
 e2b and morph are stand-ins for their clients, the routers and Piston a stand-in server: they run the scripts that they
-get in plain processes. For Open-R1's packages of Piston the server answers what a test has put down.
+get in plain processes.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import types
-import warnings
 
 import pytest
 from datasets import Dataset
@@ -20,7 +19,7 @@ from waiting import PATIENCE
 
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks import code_providers, code_rewards, sandbox
+from qerl_recipes.tasks import code_providers, sandbox
 from qerl_recipes.tasks.rewards import FACTORIES, answer_problems, resolve
 
 ADD = "print(sum(map(int, input().split())))"
@@ -296,10 +295,8 @@ def test_data_whose_tests_cannot_be_run_are_refused(info, message):
         ("code", {"code_provider": "piston"}, "code_provider: piston needs the environment variable PISTON_ENDPOINTS"),
         ("code", {"code_provider": "docker"}, "code_provider cannot be 'docker'; it is one of e2b, local, morph, pis"),
         ("code", {"parallel_code_exec_per_proc": 0}, "parallel_code_exec_per_proc must be at least 1, not 0"),
-        ("cf_code", {}, "reward cf_code needs the environment variable PISTON_ENDPOINTS"),
-        ("cf_code", {"code_eval_scoring_mode": "all"}, "code_eval_scoring_mode cannot be 'all'; it is one of pass_fai"),
-        ("ioi_code", {}, "reward ioi_code needs the environment variable PISTON_ENDPOINTS"),
-        ("ioi_code", {"ioi_provider": "morph"}, "ioi_provider: morph is not built in; use ioi_provider: piston"),
+        ("cf_code", {}, "reward_funcs: cf_code is not built in, for it needs Piston servers .*; use code, with tests"),
+        ("ioi_code", {}, "reward_funcs: ioi_code is not built in, .* or a function of your own by its path"),
     ],
 )
 def test_a_provider_that_is_not_here_is_refused(name, settings, message, monkeypatch):
@@ -337,139 +334,3 @@ def test_a_script_that_gives_no_share_is_no_verdict(text):
     with pytest.raises(code_providers.ProviderError, match="gave no share of passed tests but"):
         code_providers._elsewhere(lambda script: text)(ADD, [])
     assert code_providers._elsewhere(lambda script: "a warning\n1e-05\n")(ADD, []) == 1e-5
-
-
-CODEFORCES = {
-    "id": "1/A",
-    "language": "cpp",
-    "official_tests": [{"input": str(i), "output": str(i)} for i in range(4)],
-    "time_limit": 2.0,
-    "memory_limit": 256.0,
-    "input_mode": "stdio",
-}
-
-
-def scores(name, completions, problem, **settings):
-    columns = {key: [value] * len(completions) for key, value in problem.items()}
-    return reward(name, **settings)(completions=completions, prompts=completions, **columns)
-
-
-def graded(passes, compiles=True):
-    """Return a reply that grades a test by its input, as Open-R1's packages for Codeforces do."""
-
-    def reply(path, request):
-        files = {file["name"]: file["content"] for file in request["files"]}
-        passed = str(int(passes(files["input.txt"])))
-        run = {"stdout": f"{passed}\n", "stderr": "", "code": 0, "signal": None}
-        return 200, {"compile": {"code": 0 if compiles else 1}, "run": run}
-
-    return reply
-
-
-@pytest.mark.parametrize(
-    ("mode", "size", "values", "asked"),
-    [
-        ("weighted_sum", 1, [1.1, 0.1 * 0.75], 8),
-        ("partial", -1, [1.0, 0.75], 8),
-        ("pass_fail", 1, [1.0, 0.0], 6),  # the second test fails, and no other is run
-        ("pass_fail", 3, [1.0, 0.0], 7),
-    ],
-)
-def test_codeforces_problems_are_scored_as_in_open_r1(mode, size, values, asked, server, recwarn):
-    program = "int main() {}"
-    settings = {"code_eval_scoring_mode": mode, "code_eval_test_batch_size": size}
-    given = []
-    for passes in (lambda number: True, lambda number: number != "1"):
-        server.reply = graded(passes)
-        given += scores("cf_code", [answer(program, "cpp")], CODEFORCES, **settings)
-    assert given == pytest.approx(values) and len(server.requests) == asked
-    request = server.requests[0][1]
-    files = {file["name"]: file["content"] for file in request["files"]}
-    assert request["language"] == "c++17" and request["run_timeout"] == 12000
-    assert files["main.cpp"].strip() == program and "checker.py" not in files
-    assert files["grader_config"] == "TIME_LIMIT=2.0\nMEMORY_LIMIT=256.0\nINPUT_MODE=stdio"
-    assert any("cf_code runs the official tests alone" in str(warning.message) for warning in recwarn)
-
-
-def test_codeforces_tests_generated_by_open_r1_are_run_too(server, tmp_path, monkeypatch):
-    rows = [{"problem_id": name, "input": "9", "output": "9"} for name in ("1/A", "1/A", "1/B")]
-    Dataset.from_list(rows).to_parquet(tmp_path / "test_cases_0001.parquet")
-    monkeypatch.setenv("CF_TESTS_FOLDER", str(tmp_path))
-    server.reply = graded(lambda number: number == "9")
-    problem = {**CODEFORCES, "language": "python", "generated_checker": "print(1)"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert scores("cf_code", [answer("pass")], problem, code_eval_scoring_mode="partial") == [2 / 6]
-    assert server.requests[0][1]["language"] == "cf_python3"
-    assert {"name": "checker.py", "content": "print(1)"} in server.requests[0][1]["files"]
-
-
-@pytest.mark.filterwarnings("ignore:reward cf_code")
-def test_codeforces_programs_that_never_run_have_scores_of_their_own(server):
-    server.reply = graded(lambda number: True, compiles=False)
-    assert scores("cf_code", ["none", answer("x", "cpp")], CODEFORCES) == [-1.0, -0.1]
-    assert scores("cf_code", [answer("x", "cpp")], {**CODEFORCES, "official_tests": None}) == [None]
-    assert scores("cf_code", [answer("x", "cpp")], {**CODEFORCES, "language": "rust"}) == [None]
-    server.reply = fail
-    assert scores("cf_code", [answer("x", "cpp")], CODEFORCES) == [None]
-
-
-IOI = {
-    "id": "sum",
-    "year": 2024,
-    "test_names": ["a", "b", "c"],
-    "test_cases": [["1", "1"], ["2", "2"], ["3", None]],
-    "time_limit": 1.0,
-    "memory_limit": 256,
-    "score_precision": 2,
-    "grader_files": [["sum.h", "int sum();"], ["empty", ""]],
-}
-
-
-def ioi(**scores_of):
-    """Return a reply with the score of each test, by its input; a mapping is the whole of ``run``."""
-
-    def reply(path, request):
-        given = next(file["content"] for file in request["files"] if file["name"] == "input.txt")
-        score = scores_of[f"of_{given}"]
-        run = {"stdout": score, "stderr": "", "code": 0, "signal": None} if isinstance(score, str) else score
-        return 200, {"compile": {"code": 0}, "run": run}
-
-    return reply
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "size", "value", "asked"),
-    [
-        ("1", "0.456", 1, 0.46, 3),
-        ("0", "1", 1, 0.0, 1),
-        ("0", "1", 2, 0.0, 2),
-        ("0", "1", -1, 0.0, 3),
-        ({"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}, "1", 1, 0.0, 1),
-        ({"stdout": "1", "stderr": "MemoryError", "code": 1, "signal": None}, "1", 1, 0.0, 1),
-        ({"stdout": "", "stderr": "a bug", "code": 3, "signal": None}, "1", 1, None, 1),  # of the grader
-    ],
-)
-@pytest.mark.filterwarnings("ignore:reward ioi_code")
-def test_ioi_subtasks_score_their_worst_test(first, second, size, value, asked, server):
-    server.reply = ioi(of_1=first, of_2=second, of_3="1")
-    completions = [answer("int sum() { return 1; }", "cpp")]
-    assert scores("ioi_code", completions, IOI, code_eval_test_batch_size=size) == [value]
-    assert len(server.requests) == asked
-    request = server.requests[0][1]
-    files = {file["name"]: file["content"] for file in request["files"]}
-    lines = ["#include <bits/stdc++.h>", '#include "sum.h"', "using namespace std;", "int sum() { return 1; }"]
-    assert files["graders/sum.cpp"].splitlines() == lines and files["sum.h"] == "int sum();" and "empty" not in files
-    assert (request["language"], request["run_timeout"], request["run_memory_limit"]) == ("cms_ioi", 4000, 256)
-
-
-def test_ioi_tests_come_from_their_own_data_set_else(server, monkeypatch):
-    rows = [{"problem_id": "sum", "test_name": n, "test_input": n, "test_output": n} for n in "abc"]
-    asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *name, **options: asked.append((name, options)) or rows)
-    code_rewards._ioi_tests.cache_clear()
-    server.reply = ioi(of_a="1", of_b="0.5", of_c="1")
-    problem = {name: value for name, value in IOI.items() if name != "test_cases"}
-    assert scores("ioi_code", ["no program", answer("x", "cpp"), answer("x", "cpp")], problem) == [0.0, 0.5, 0.5]
-    assert asked[0] == (("open-r1/ioi-test-cases",), {"name": "2024", "split": "train"})
-    code_rewards._ioi_tests.cache_clear()
