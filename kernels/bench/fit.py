@@ -6,7 +6,6 @@ kernel is fitted to the times with an adapter, the expanded product to those of 
 """
 
 import argparse
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import astuple, replace
@@ -17,6 +16,7 @@ from qerl_kernels import cost, rule
 from qerl_kernels.adapter import VARIANTS, Shrink
 from qerl_kernels.cost import Coefficients, ExpandCoefficients, Machine, ShrinkCoefficients
 from qerl_kernels.gemm import Configuration
+from scipy import optimize
 
 RATE = 3.9  # TB/s at which weights stream: cuBLAS reads BF16 weights at 4.1, the widest layers of ours at 3.5
 CARE = 2  # power of (best time / time) by which a time counts
@@ -58,20 +58,6 @@ class Times:
         return cost.work(c, row["N"], row["K"], row["M"], self.machine.clusters[c.cluster - 1])
 
 
-def least_squares(columns: np.ndarray, target: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return error and coefficients, none negative: the best of all choices of columns, of which there are few."""
-    count = columns.shape[1]
-    best = float((target**2).sum()), np.zeros(count)
-    for size in range(1, count + 1):
-        for chosen in map(list, itertools.combinations(range(count), size)):
-            coefficients, *_ = np.linalg.lstsq(columns[:, chosen], target, rcond=None)
-            error = float(((columns[:, chosen] @ coefficients - target) ** 2).sum())
-            if (coefficients >= 0).all() and error < best[0]:
-                best = error, np.zeros(count)
-                best[1][chosen] = coefficients
-    return best
-
-
 def fit_variant(c: Configuration, timed: list[tuple[cost.Work, int, float, float]]) -> Coefficients:
     """Fit a variant to (work, M, time, best time) of every point where it was timed; times near the best count most."""
     us = np.array([time for *_, time, _ in timed])
@@ -81,11 +67,11 @@ def fit_variant(c: Configuration, timed: list[tuple[cost.Work, int, float, float
     exchanged = [sums, (sums > 0) * 1.0] if c.cluster == 1 else []
     columns = np.stack([np.ones_like(us), ends, *exchanged], axis=1) * (weight / us)[:, None]
 
-    def of(stage: float) -> tuple[float, np.ndarray]:
-        return least_squares(columns, weight * (1 - (stage**4 + memory**4) ** 0.25 * stages / us))
+    def of(stage: float) -> tuple[np.ndarray, float]:
+        return optimize.nnls(columns, weight * (1 - (stage**4 + memory**4) ** 0.25 * stages / us))
 
-    stage = min(np.geomspace(0.02, 8, 120), key=lambda stage: of(stage)[0])
-    start, end, *more = [*of(stage)[1], 0.0, 0.0][:4]
+    stage = min(np.geomspace(0.02, 8, 120), key=lambda stage: of(stage)[1])
+    start, end, *more = [*of(stage)[0].tolist(), 0.0, 0.0][:4]
     return Coefficients(start, float(stage), end, more[0], more[1])
 
 
@@ -138,7 +124,10 @@ def useful(times: Times, fitted: dict[Configuration, Coefficients]) -> list[Conf
 
 
 def positive(error: Callable[[np.ndarray], np.ndarray], start: np.ndarray, rounds: int = 60) -> np.ndarray:
-    """Return positive numbers of least squared ``error``, by Levenberg and Marquardt's way, from ``start``."""
+    """Return positive numbers of least squared ``error``, by Levenberg and Marquardt's way, from ``start``.
+
+    scipy's ways end elsewhere: the error has several lowest points.
+    """
     q, damping = np.sqrt(start), 1e-2
     now = error(q * q)
     for _ in range(rounds):
@@ -191,7 +180,7 @@ def fit_expand(times: Times) -> ExpandCoefficients:
     rows = [row for row in times.points if "expand" in row["us"]]
     us = np.array([row["us"]["expand"] for row in rows])
     features = [cost.expand_features(row["N"], row["K"], row["M"], times.machine.multiprocessors) for row in rows]
-    _, coefficients = least_squares(np.array(features) / us[:, None], np.ones_like(us))
+    coefficients, _ = optimize.nnls(np.array(features) / us[:, None], np.ones_like(us))
     return ExpandCoefficients(*(float(x) for x in coefficients))
 
 
