@@ -349,6 +349,11 @@ def random_points(result: dict[str, Any], low: int, high: int, target: float, ot
     ]
 
 
+def both_regimes(result: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of few tokens, against all other kernels, and of many, against cuBLAS."""
+    return [random_points(result, 1, 256, 0.97), random_points(result, 257, 8192, 0.93, ("bf16",))]
+
+
 def by_shape(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each layer by rising number of tokens."""
     shapes: dict[str, list[dict[str, Any]]] = {}
@@ -504,9 +509,8 @@ def page(folder: Path = RESULTS) -> str:
     random_rows = []
     for name, points in files.items():
         if name.startswith("random"):
-            few, many = random_points(points, 1, 256, 0.97), random_points(points, 257, 8192, 0.93, ("bf16",))
             gpu = "" if name == "random_NVIDIA_H200" else f"{points['gpu']}: "
-            random_rows += [[gpu + tokens, *cells] for tokens, *cells in (few, many)]
+            random_rows += [[gpu + tokens, *cells] for tokens, *cells in both_regimes(points)]
     parts = [
         HEAD,
         "## Rollouts\n",

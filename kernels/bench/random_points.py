@@ -1,17 +1,16 @@
 """Time random layers and numbers of tokens: cuBLAS BF16, Marlin, Humming, our kernel without and with an adapter.
 
-``python random_points.py --random 60 --seed 7 --out random.json [--many 60] [--humming 12]``. ``--random`` points
-have 1 to 256 tokens, and ``--many`` (by default as many) 257 to 8192, both drawn evenly over the logarithm; the layers
-are those of layers.py. All variants pass the gate first. Humming compiles for about 11 s a layer: it takes part in the
-first so many points of up to 256 tokens, compiled beforehand in processes of their own. A baseline that cannot run
-a layer, or whose answer is wrong, is named and left out of that point. Where our kernel is wrong, or does not run, the
-point is named in the file, and the program ends with exit status 1. The adapter has rank 32.
+``python random_points.py --random 60 --seed 7 --out random.json``. ``--random`` points have 1 to 256 tokens, and as
+many 257 to 8192, both drawn evenly over the logarithm; the layers are those of layers.py. All variants pass the gate
+first. Humming compiles for about 11 s a layer: it takes part in the first HUMMING points of up to 256 tokens, compiled
+beforehand in processes of their own. A baseline that cannot run a layer, or whose answer is wrong, is named and left
+out of that point. Where our kernel is wrong, or does not run, the point is named in the file, and the program ends with
+exit status 1. The adapter has rank 32.
 """
 
 import argparse
 import gc
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import baselines
+import ledger
 import torch
 from layers import Layer, random_points
 from qerl_kernels import gemm, linear_tiles, nvfp4_triton, rule, tiles
@@ -28,6 +28,7 @@ from timing import copies, interleaved
 from tune import gate_in_processes, random_adapters
 
 FEW, MANY = (1, 256), (257, 8192)
+HUMMING = 12
 
 
 def point(layer: Layer, M: int, names: list[str]) -> dict:
@@ -89,28 +90,6 @@ def described(choice: rule.Choice) -> str:
     return json.dumps([astuple(choice.configuration), choice.shrink])
 
 
-def summary(rows: list[dict], bar: float, against: tuple[str, ...]) -> str:
-    """Say how many points meet a bar, and the worst."""
-    ratios = sorted(min(us for name, us in row["us"].items() if name in against) / row["us"]["qerl"] for row in rows)
-    met = sum(ratio >= bar for ratio in ratios)
-    return f"{met} of {len(ratios)} at {bar} or better, median {statistics.median(ratios):.2f}, worst {ratios[0]:.2f}"
-
-
-def adapter_summary(rows: list[dict]) -> str:
-    """Say how many adapters add at most 15 % or 3 us."""
-    added = [(row["us"]["qerl_adapter"] - row["us"]["qerl"], row["us"]["qerl"]) for row in rows]
-    met = sum(us <= max(3, 0.15 * base) for us, base in added)
-    return f"{met} of {len(added)} add at most 15 % or 3 us, median {statistics.median(us for us, _ in added):.1f} us"
-
-
-def report(rows: list[dict]) -> None:
-    """Print both regimes against their bars."""
-    for fewest, most, bar, against in ((*FEW, 0.97, ("bf16", "marlin", "humming")), (*MANY, 0.93, ("bf16",))):
-        regime = [row for row in rows if fewest <= row["M"] <= most]
-        if regime:
-            print(f"{fewest} to {most} tokens: {summary(regime, bar, against)}; {adapter_summary(regime)}", flush=True)
-
-
 def warm_humming(points: list[tuple[Layer, int]]) -> list[subprocess.Popen]:
     """Start processes that make Humming compile for each layer."""
     program = (
@@ -151,15 +130,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="random.json")
     parser.add_argument("--random", type=int, default=60)
-    parser.add_argument("--many", type=int)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--humming", type=int, default=12)
-    parser.add_argument("--baselines", default="marlin,humming")
     options = parser.parse_args()
-    names = [name for name in options.baselines.split(",") if name]
     few = random_points(options.random, options.seed, *FEW)
-    many = random_points(options.random if options.many is None else options.many, options.seed, *MANY)
-    compiling = warm_humming(few[: options.humming]) if "humming" in names else []
+    many = random_points(options.random, options.seed, *MANY)
+    compiling = warm_humming(few[:HUMMING])
     variants = list(rule.rule().variants)
     gemm.compile_all(variants)
     passed, refused = gate_in_processes(variants, 12)
@@ -167,23 +142,23 @@ def main() -> None:
     print(f"{len(passed)} variants pass the gate", flush=True)
     for process in compiling:
         process.wait()
-    result = {**conditions(), "seed": options.seed, "humming_points": options.humming}
-    order = [pair for both in zip(few, many, strict=False) for pair in both]
-    order += few[len(many) :] + many[len(few) :]
-    humming = set(few[: options.humming])
-    wanted = [[name for name in names if name != "humming" or pair in humming] for pair in order]
+    result = {**conditions(), "seed": options.seed, "humming_points": HUMMING}
+    order = [pair for both in zip(few, many, strict=True) for pair in both]
+    humming = set(few[:HUMMING])
+    wanted = [["marlin", "humming"] if pair in humming else ["marlin"] for pair in order]
     rows, failed = measure(
         order, wanted, lambda rows: Path(options.out).write_text(json.dumps({**result, "rows": rows}))
     )
     result |= {"failed": failed} if failed else {}
     text, head = ",\n".join(json.dumps(row) for row in rows), json.dumps(result, indent=1)[:-2]
     Path(options.out).write_text(f'{head},\n "rows": [\n{text}\n]}}\n')
-    report(rows)
     print(len(rows), "points in", options.out, flush=True)
     if failed:
         sys.exit(
             f"{len(failed)} of {len(order)} points have no figure, for ours is wrong there or does not run: {failed[0]}"
         )
+    for row in ledger.both_regimes(result | {"rows": rows}):
+        print("; ".join(row))
 
 
 if __name__ == "__main__":

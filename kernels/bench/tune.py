@@ -1,10 +1,10 @@
 """Gate, then time variants of the product over random layers, for fit.py to make the rule from.
 
-``python tune.py --out tune.json [--layers 34] [--seed 1] [--seconds 400] [--guided] [--least 192]``. Layers are
-drawn from layers.py, numbers of tokens from FEW and MANY; at each point cuBLAS, the expanded product and a random
-choice of variants that could be the fastest take turns, then, for every other layer, the fastest again with an
-adapter of rank 32 under several launches of its small kernel. A variant that the gate refuses is named and left
-out; one that hangs ends only the process that tries it. The file is written after each layer.
+``python tune.py --out tune.json [--layers 34] [--seed 1] [--seconds 400] [--guided]``. Layers are drawn from layers.py,
+numbers of tokens from FEW and MANY; at each point cuBLAS, the expanded product and a random choice of variants that
+could be the fastest take turns, then, for every other layer, the fastest again with an adapter of rank 32 under several
+launches of its small kernel. A variant that the gate refuses is named and left out; one that hangs ends only the
+process that tries it. The file is written after each layer.
 """
 
 import argparse
@@ -266,11 +266,6 @@ class Sweep:
             calls[self.name(c)] = [partial(gemm.product, x, w, c) for w in weights]
         if M >= rule.EXPAND_FROM:
             calls["expand"] = [partial(linear_tiles.expand_and_multiply, x, w, 1e-3, None) for w in weights]
-            if linear_tiles.slab_rows(layer.N) < layer.N:
-                whole = -(-layer.N // 64) * 64
-                calls["expand whole"] = [
-                    partial(linear_tiles.expand_and_multiply, x, w, 1e-3, None, whole) for w in weights
-                ]
         us = interleaved(calls, rounds=3, at_least=20 if M <= 256 else 6)
         row = {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "us": {k: round(v, 2) for k, v in us.items()}}
         self.rows.append(row)
@@ -330,23 +325,12 @@ def at_once(variants: list[gemm.Configuration]) -> dict[int, int]:
     return {c.cluster: gemm._kernel(c, 0)[1] for c in variants if c.splits == 0}
 
 
-def copy_rate() -> float:
-    """Return the TB/s of a copy, bytes read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    us = interleaved({"copy": [partial(target.copy_, source)]}, at_least=4)["copy"]
-    return round(2 * source.numel() / us / 1e6, 3)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="tune.json")
     parser.add_argument("--layers", type=int, default=34)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=400, help="no new layer is begun after so many")
-    parser.add_argument(
-        "--least", type=int, default=0, help="tokens of a tile: narrower ones only if the rule has them"
-    )
     parser.add_argument(
         "--guided", action="store_true", help="try what the rule in use takes for good, in place of any"
     )
@@ -356,7 +340,7 @@ def main() -> None:
         gate_here(options.gate)
         return
     start = time.monotonic()
-    variants = [c for c in every_variant() if c.tokens >= options.least or c in rule.rule().variants]
+    variants = every_variant()
     gemm.compile_all(variants)
     print(f"{len(variants)} variants compiled after {time.monotonic() - start:.0f} s", flush=True)
     passed, refused = gate_in_processes(variants, 12)
@@ -368,7 +352,7 @@ def main() -> None:
         "seed": options.seed,
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
     }
-    result |= {"at_once": at_once(variants), "copy": copy_rate(), "refused": refused}
+    result |= {"at_once": at_once(variants), "refused": refused}
     result |= {"variants": [astuple(c) for c in variants], "rows": sweep.rows, "adapted": sweep.adapted}
     draw = random.Random(options.seed)
     for number, layer in enumerate(draw.sample(all_layers(), options.layers)):
@@ -379,8 +363,8 @@ def main() -> None:
             torch.randn(layer.N, layer.K, device="cuda", dtype=torch.bfloat16)
             for _ in range(copies(2 * layer.N * layer.K))
         ]
-        adapters = random_adapters(layer, len(weights)) if number % 2 == 0 and not options.least else []
-        for M in [M for M in tokens_for(draw) if 3 * options.least <= 4 * M]:
+        adapters = random_adapters(layer, len(weights)) if number % 2 == 0 else []
+        for M in tokens_for(draw):
             try:
                 row = sweep.point(layer, M, weights, dense, 26 if M <= 256 else 14)
                 if adapters and M <= 2048:

@@ -192,15 +192,13 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=to
     return x.new_empty(*x.shape[:-1], N)
 
 
-def expand_and_multiply(
-    x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None, slab: int | None = None
-) -> torch.Tensor:
-    """Expand W0 a ``slab`` of rows at a time, and multiply by cuBLAS: ``x: (M, K)`` -> ``(M, N)``.
+def expand_and_multiply(x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
+    """Expand W0 a slab of rows at a time, and multiply by cuBLAS: ``x: (M, K)`` -> ``(M, N)``.
 
     ``scale`` is the tensor scale, which becomes cuBLAS's factor.
     """
     y = torch.empty(x.shape[0], weight.N, dtype=x.dtype, device=x.device)
-    slab, scale = slab or slab_rows(weight.N), scale / expanded_factor(weight.operand)
+    slab, scale = slab_rows(weight.N), scale / expanded_factor(weight.operand)
     for first in range(0, weight.N, slab):
         rows = min(slab, weight.N - first)
         w, part = gemm.dequantize(weight, first, rows), y[:, first : first + rows]

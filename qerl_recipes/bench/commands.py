@@ -213,12 +213,6 @@ def scale(
 @bench.command()
 def kernels(
     output: Annotated[Path, typer.Option(help="JSON file to write")] = Path("kernels.json"),
-    shapes: Annotated[
-        str | None, typer.Option(help='layers, comma-separated, such as "7B o,32B down"; default: all')
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="batch sizes M, comma-separated; default: those of the table")
-    ] = None,
     tune: Annotated[
         bool, typer.Option(help="time variants of our kernel on random layers, and fit the rule that chooses anew")
     ] = False,
@@ -229,7 +223,7 @@ def kernels(
     seed: Annotated[int, typer.Option(help="seed of --random and --tune")] = 1,
 ) -> None:
     """Time the linear kernels against cuBLAS BF16, Marlin and Humming once they are right (Hopper GPU, checkout)."""
-    scripts = kernel_scripts(output.resolve(), shapes, tokens, tune, random, seed)
+    scripts = kernel_scripts(output.resolve(), tune, random, seed)
     import torch
 
     from qerl_recipes.machine import processes
@@ -241,20 +235,16 @@ def kernels(
             raise typer.Exit(code)
 
 
-def kernel_scripts(
-    output: Path, shapes: str | None, tokens: str | None, tune: bool, random: int | None, seed: int
-) -> list[list[str]]:
+def kernel_scripts(output: Path, tune: bool, random: int | None, seed: int) -> list[list[str]]:
     """Return the scripts of kernels/bench to run one after the other, each with its arguments.
 
-    ``shapes`` and ``tokens`` choose from the layer table. With ``random`` so many random layers and numbers of tokens
-    are drawn by ``seed`` instead, twice: up to 256 tokens, and from 257 to 8192. With ``tune`` variants of our own
-    kernel are timed on layers drawn by ``seed``, and the rule that chooses among them is fitted to the times. Raises
-    FileNotFoundError outside of a checkout, and ValueError for choices that exclude each other.
+    By default that is the table of layers. With ``random`` so many random layers and numbers of tokens are drawn by
+    ``seed`` instead, twice: up to 256 tokens, and from 257 to 8192. With ``tune`` variants of our own kernel are timed
+    on layers drawn by ``seed``, and the rule that chooses among them is fitted to the times. Raises FileNotFoundError
+    outside of a checkout, and ValueError for choices that exclude each other.
     """
     if not (KERNELS / "run.py").is_file():
         raise FileNotFoundError(f"{KERNELS} is missing: the benchmark is part of the source tree; run it from a clone")
-    if (tune or random is not None) and (shapes or tokens):
-        raise ValueError("--tune and --random draw layers and tokens themselves: leave out --shapes and --tokens")
     if tune and random is not None:
         raise ValueError("--tune and --random are two benchmarks: choose one")
     if random is not None and random < 1:
@@ -269,8 +259,7 @@ def kernel_scripts(
         ]
     if random is not None:
         return [["random_points.py", "--out", str(output), "--random", str(random), "--seed", str(seed)]]
-    chosen = [*(["--shapes", shapes] if shapes else []), *(["--tokens", tokens] if tokens else [])]
-    return [["run.py", "--out", str(output), *chosen]]
+    return [["run.py", "--out", str(output)]]
 
 
 @bench.command("train", context_settings=PASS_THROUGH)

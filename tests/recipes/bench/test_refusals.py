@@ -52,8 +52,6 @@ REFUSALS = (
     ("soak --minutes=-1", "all must be above 0"),
     ("soak --api-server-count 0", "all must be above 0"),
     ("soak --tensor-parallel-size 2", "tensor_parallel_size is 2, and this machine has"),
-    ("kernels --tune --shapes '7B o'", "leave out --shapes"),
-    ("kernels --random 3 --tokens 16", "leave out --shapes and --tokens"),
     ("kernels --tune --random 3", "choose one"),
     ("kernels --random 0", "--random 0: how many layers and batch sizes to draw; at least 1"),
     ("kernels --random=-3", "at least 1"),
