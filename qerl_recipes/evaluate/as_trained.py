@@ -48,7 +48,6 @@ ACTING = (
 # Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
 # from the tokens; the trainer decodes tokens itself, without them.
 NOT_TAKEN = {*FIXED, *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")}
-TOKENIZERS = "the tokenizer's own"
 LONGEST_SHOWN = 100  # characters of a text that are shown
 
 S = TypeVar("S", bound=Sampling)
@@ -56,15 +55,33 @@ S = TypeVar("S", bound=Sampling)
 
 def taken_over(sampling: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
     """Fill the open choices of ``sampling`` from the adapter's training; return the copy, and what was filled."""
+    in_training = _in_training(sampling, adapter)
+    filled = {key: value for key, value in in_training.items() if value is not None and getattr(sampling, key) is None}
+    described = [key if key in ("system_prompt", "chat_template") else f"{key} {filled[key]}" for key in filled]
+    return sampling.model_copy(update=filled), described
+
+
+def overridden(sampling: Sampling, adapter: AdapterFolder) -> list[str]:
+    """Return a text for each choice that ``sampling`` makes otherwise than the adapter's training."""
+    lines = []
+    if sampling.use_chat_template is False and (adapter.path / TEMPLATE).is_file():
+        lines.append("no chat template")
+    for key, theirs in _in_training(sampling, adapter).items():
+        mine = getattr(sampling, key)
+        if mine is not None and (mine or None) != theirs:
+            lines.append(f"{key} {shown(mine or 'none')}, there {shown(theirs or 'none')}")
+    return lines
+
+
+def _in_training(sampling: Sampling, adapter: AdapterFolder) -> dict[str, Any]:
+    """Return what training settled of the options of ``sampling``, None for what it had not."""
     template, recipe = adapter.path / TEMPLATE, adapter.recipe
     in_training = {"system_prompt": recipe.get("system_prompt"), "max_new_tokens": recipe.get("max_completion_length")}
     if sampling.use_chat_template is not False:
         in_training["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
         in_training["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
     in_training["generation_kwargs"] = sampling_parameters(recipe, sampling.temperature) or None
-    filled = {key: value for key, value in in_training.items() if value is not None and getattr(sampling, key) is None}
-    described = [key if key in ("system_prompt", "chat_template") else f"{key} {filled[key]}" for key in filled]
-    return sampling.model_copy(update=filled), described
+    return in_training
 
 
 def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]:
@@ -110,52 +127,6 @@ def warmer_or_colder(sampling: Sampling, recipe: Mapping[str, Any]) -> list[str]
     keys = ("temperature",) if sampling.temperature == 0 else ("temperature", "top_p")
     pairs = [(key, getattr(sampling, key), recipe.get(key)) for key in keys]
     return [f"{key} {mine:g}, there {theirs:g}" for key, mine, theirs in pairs if theirs not in (None, mine)]
-
-
-def differences(
-    evaluation: Mapping[str, Any], state: Mapping[str, Any], template: str | None
-) -> list[tuple[str, str, str]]:
-    """Return (name, value in the evaluation, value in training) for each setting that differs and both record.
-
-    ``evaluation`` and ``state`` are the contents of evaluation.json and qerl_state.json, ``template`` the saved one.
-    """
-    recipe, sampling = state.get("recipe") or {}, evaluation.get("sampling") or {}
-    base, its_base = evaluation.get("base"), state.get("base")
-    hashes = [evaluation.get("base_sha256"), state.get("base_hash")]  # weights behind a path move, and are replaced
-    if not all(hashes) or hashes[0] == hashes[1]:
-        its_base = base
-    elif base == its_base:
-        its_base = f"{base}, as it was then"
-    templates = _templates(sampling, recipe, template) if recipe and "use_chat_template" in sampling else (None, None)
-    # a file that does not name generation_kwargs had none
-    trained = (sampling_parameters(recipe, sampling.get("temperature") or 0) or "none") if recipe else None
-    compared = (
-        ("weights", evaluation.get("quantization"), state.get("quantization") or evaluation.get("trained_on")),
-        ("dtype", evaluation.get("dtype"), _said(recipe, "dtype", "bfloat16")),
-        ("base", base, its_base),
-        ("solved problems shown", evaluation.get("num_fewshot") or 0, 0 if state else None),
-        ("system prompt", _said(sampling, "system_prompt"), _said(recipe, "system_prompt")),
-        ("chat template", *templates),
-        ("its options", _said(sampling, "chat_template_kwargs"), _said(recipe, "chat_template_kwargs")),
-        ("sampling parameters", (sampling.get("generation_kwargs") or "none") if sampling else None, trained),
-    )
-    return [(name, shown(a), shown(b)) for name, a, b in compared if a is not None and b is not None and a != b]
-
-
-def _said(settings: Mapping[str, Any], key: str, otherwise: str = "none") -> Any:
-    """Return a setting, or the word for one that is empty; None where none is recorded."""
-    return (settings[key] or otherwise) if key in settings else None
-
-
-def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template: str | None) -> tuple[str, str]:
-    """Return short names, equal if these are, for the chat templates of the evaluation and of the training."""
-    source = TOKENIZERS if recipe.get("chat_template") is None else "the recipe's"
-    trained = "none" if template is None else source
-    if not sampling["use_chat_template"]:
-        return "none", trained
-    if (override := sampling.get("chat_template")) is not None:
-        return (trained if override == template else "another one"), trained
-    return TOKENIZERS, trained
 
 
 def shown(value: Any) -> str:

@@ -14,10 +14,10 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from qerl_recipes.evaluate import plots
-from qerl_recipes.evaluate.as_trained import command, differences
+from qerl_recipes.evaluate.as_trained import command
 from qerl_recipes.evaluate.figures import MOST_CUT, ended_share, episode_rows, too_many_cut, unscored
 from qerl_recipes.evaluate.plots import Accuracy
-from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TEMPLATE, TENSORS, open_adapter
+from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TENSORS, open_adapter
 from qerl_recipes.files.json_files import read_object
 from qerl_recipes.files.metrics_file import FILE, read_metrics
 from qerl_recipes.files.whole_folder import write_text
@@ -83,9 +83,9 @@ def write(folder: str | Path) -> Path:
     """Write ``folder/report.html`` from the metrics and evaluations in the folder, and return its path.
 
     It reads ``metrics.jsonl`` and the newest ``evaluation.json``, in the folder, in ``evaluation/`` or in
-    ``evaluation/NAME/``, of which one may be missing. ``qerl_state.json``, ``adapter_config.json`` and
-    ``chat_template.jinja``, in the folder or in ``adapter/``, give the settings. Raises ValueError for a folder with
-    nothing to show, or a damaged file. An earlier page stays until the new one is complete.
+    ``evaluation/NAME/``, of which one may be missing. ``qerl_state.json`` and ``adapter_config.json``, in the folder or
+    in ``adapter/``, give the settings. Raises ValueError for a folder with nothing to show, or a damaged file. An
+    earlier page stays until the new one is complete.
     """
     folder = Path(folder)
     how_to_train = HOW_TO_TRAIN.format(folder=folder)
@@ -115,7 +115,7 @@ def write(folder: str | Path) -> Path:
         rows=rows,
         of_training=evaluation.get("of_training") or [],
         source=[str(path.relative_to(folder)) for path in (file, *older)],
-        differences=_differences(folder, state, evaluation) if rows else [],
+        unlike=evaluation.get("not_as_in_training") or [],
         is_another_adapter=bool(adapters) and evaluation.get("adapter_sha256") not in (None, *adapters),
         several_tasks=len({row.task for row in rows}) > 1,
         pictures=_pictures(metrics, held_out),
@@ -179,16 +179,6 @@ def _episodes(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
             success_at = evaluation.get("acting", {}).get("success_at")
             parts.append({**part, "success_at": success_at, "shown": problem, "episodes": episodes, "turns": turns})
     return parts
-
-
-def _differences(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the settings in which the evaluation differs from the training, with weight formats by their names."""
-    files = [place / TEMPLATE for place in (folder, folder / LAST) if (place / TEMPLATE).is_file()]
-    template = files[0].read_text(encoding="utf-8") if files else None
-    return [
-        (name, *(ARMS.get(value, value) if name == "weights" else value for value in values))
-        for name, *values in differences(evaluation, state, template)
-    ]
 
 
 def _heading(folder: Path, state: Mapping[str, Any], steps: int) -> tuple[str, str]:

@@ -37,7 +37,6 @@ MATH, ACCURACY, EXACT, NUMBER = "jsonl:", "jsonl-accuracy:", "jsonl-exact:", "js
 LOCAL = (MATH, ACCURACY, EXACT, NUMBER)
 ENVIRONMENT, TOOLS = "environment:", "tools"
 KNOWN = ", ".join((*NAMES, *(f"{kind}PATH" for kind in LOCAL), f"{ENVIRONMENT}NAME", TOOLS))
-WITH_FEWSHOT = ("gsm8k",)  # the other tasks have no problems besides the test problems
 # fields of vLLM's SamplingParams that other options set, and fields on which reading an answer depends
 FIXED = {
     *("n", "seed", "temperature", "top_p", "max_tokens"),
@@ -131,7 +130,6 @@ class Evaluation(Sampling):
     tensor_parallel_size: Annotated[int, ONE_OR_MORE, Option(help="GPUs that hold the model together.")] = 1
     num_samples: Annotated[int, ONE_OR_MORE, Option(help="Answers to each problem.")] = 1
     max_samples: Annotated[int | None, ONE_OR_MORE, Option(help="Problems of each task; default: all.")] = None
-    num_fewshot: Annotated[int, Field(ge=0), Option(help="Solved problems shown before each (gsm8k).")] = 0
     gpu_memory_utilization: Annotated[float, SHARE, Option(help="Share of the GPU's memory for vLLM.")] = 0.9
     kv_cache_memory_bytes: Annotated[
         int | None, ONE_OR_MORE, Option(help="Size of vLLM's KV cache, unmeasured: for several engines on one GPU.")
@@ -191,7 +189,7 @@ class Evaluation(Sampling):
         Raises ValueError for an unknown task, and for options that would be ignored: at temperature 0 top_p, several
         samples and, unless environments start by it, a seed; without a chat template its options.
         """
-        check_tasks(self.tasks, self.num_fewshot)
+        check_tasks(self.tasks)
         template = None if self.chat_template is None else template_text(self.chat_template)
         is_greedy, has_no_template = self.temperature == 0, self.use_chat_template is False
         fixed = sorted(FIXED & (self.generation_kwargs or {}).keys())
@@ -246,8 +244,8 @@ def command_signature() -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def check_tasks(names: Sequence[str], num_fewshot: int = 0, *, may_act: bool = True) -> None:
-    """Raise ValueError for a task that is unknown, named twice, unreadable, or without what the options ask for."""
+def check_tasks(names: Sequence[str], *, may_act: bool = True) -> None:
+    """Raise ValueError for a task that is unknown, named twice or unreadable."""
     if not names:
         raise ValueError(f"name at least one task: {KNOWN}")
     for name in names:
@@ -261,11 +259,6 @@ def check_tasks(names: Sequence[str], num_fewshot: int = 0, *, may_act: bool = T
             raise ValueError(
                 f"task {name} takes tools, limits and rewards from the adapter's run, which a merged checkpoint has "
                 f"not; name a task without episodes: {', '.join((*NAMES, *LOCAL))}"
-            )
-        if num_fewshot and name not in WITH_FEWSHOT:
-            raise ValueError(
-                f"num_fewshot is {num_fewshot}, but task {name} has no solved problems besides those that are asked; "
-                f"tasks with some: {', '.join(WITH_FEWSHOT)}"
             )
 
 

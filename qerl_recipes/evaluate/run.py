@@ -25,6 +25,7 @@ from rich.text import Text
 from qerl_recipes.evaluate.as_trained import (
     acting,
     is_of_training,
+    overridden,
     shown,
     taken_over,
     warmer_or_colder,
@@ -66,13 +67,17 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Settled:
-    """An evaluation whose open choices are resolved; ``as_in_training`` lists those that training settled."""
+    """An evaluation whose open choices are resolved.
+
+    ``as_in_training`` lists those that training settled, ``not_as_in_training`` those that were made otherwise.
+    """
 
     evaluation: Evaluation
     saved: AdapterFolder | None
     base_hash: str
     adapter_hash: str | None
     as_in_training: list[str]
+    not_as_in_training: list[str]
     engine: EngineSettings
 
     @property
@@ -92,7 +97,6 @@ class Settled:
             "sampling": {**evaluation.sampling(), "seed": seed, "num_samples": evaluation.num_samples},
             "max_model_length": evaluation.max_model_length,
             "max_samples": evaluation.max_samples,
-            "num_fewshot": evaluation.num_fewshot,
             "noise_sigma": evaluation.noise_sigma,
             "noise_seed": evaluation.noise_seed or 0,
             **({"acting": self.acting()} if evaluation.episodes else {}),
@@ -120,8 +124,9 @@ def evaluate(base: str, adapter: str | Path | None, tasks: str | Sequence[str], 
       have the order of ``problems_sha256`` and of ``answers.jsonl``.
 
     A cut answer is judged by its text so far. A warning names the tasks on which more than a tenth were cut.
-    ``as_in_training`` lists the choices that the adapter's training settled. ``of_training`` lists the tasks whose
-    problems come from the file that the adapter was trained on. Raises ValueError as ``settle`` does.
+    ``as_in_training`` lists the choices that the adapter's training settled, ``not_as_in_training`` those that were
+    made otherwise. ``of_training`` lists the tasks whose problems come from the file that the adapter was trained on.
+    Raises ValueError as ``settle`` does.
     """
     return evaluate_each([Evaluation.of(base=base, adapter=adapter, tasks=tasks, **options)])[0]
 
@@ -182,9 +187,10 @@ def settle(evaluation: Evaluation) -> Settled:
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install '.[eval]' in a clone")
     evaluation, saved, rank = evaluation.checked(), None, None
-    as_in_training: list[str] = []
+    as_in_training, unlike = list[str](), list[str]()
     if evaluation.adapter is not None:
         saved = open_adapter(evaluation.adapter)
+        unlike = overridden(evaluation, saved) + without_actions(evaluation.tasks, saved.recipe)
         evaluation, as_in_training = taken_over(evaluation, saved)
         if evaluation.episodes:
             keys = acting(saved.recipe, evaluation.tasks).items()
@@ -194,6 +200,10 @@ def settle(evaluation: Evaluation) -> Settled:
     folder = _check_base(evaluation.base, quantization, dtype, saved)
     base_hash = run_state.base_hash(folder)
     if saved is not None:
+        formats = {"weights": (quantization, saved.quantization), "dtype": (dtype, saved.recipe.get("dtype"))}
+        for name, (here, there) in formats.items():
+            if there not in (None, here):
+                unlike.append(f"{name} {here}, there {there}")
         saved.check_base(base_hash)
         rank = engine_rank(saved.rank)
         saved.check_plain()
@@ -209,7 +219,7 @@ def settle(evaluation: Evaluation) -> Settled:
         evaluation.kv_cache_memory_bytes,
     )
     adapter_hash = None if saved is None else saved.sha256()
-    return Settled(evaluation, saved, base_hash, adapter_hash, as_in_training, engine)
+    return Settled(evaluation, saved, base_hash, adapter_hash, as_in_training, unlike, engine)
 
 
 def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder | None) -> Path:
@@ -285,6 +295,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
         "adapter": None if saved is None else str(saved.path),
         "trained_on": None if saved is None else saved.quantization,
         "as_in_training": one.as_in_training,
+        "not_as_in_training": one.not_as_in_training,
         "of_training": [name for name in evaluation.tasks if is_of_training(name, recipe, evaluation.problems)],
         **settings,
         "problems_sha256": {b.name: b.digest() for b in benchmarks} | {task.name: task.digest() for task in tasks},
@@ -368,13 +379,11 @@ def _as_trained(one: Settled) -> str:
     """Return one line that says which settings are the same as in the adapter's training, and which differ."""
     saved, arm, settled = one.saved, one.engine.quantization, one.as_in_training
     assert saved is not None
-    line = f"{saved.path}: "
-    if saved.quantization not in (None, arm):
-        line += f"trained on {saved.quantization} weights, judged on {arm} ones as --quantization asks; "
-    elif saved.quantization is not None:
+    if saved.quantization == arm:
         settled = [f"{arm} weights", *settled]
+    line = f"{saved.path}: "
     line += f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
-    unlike = warmer_or_colder(one.evaluation, saved.recipe) + without_actions(one.evaluation.tasks, saved.recipe)
+    unlike = warmer_or_colder(one.evaluation, saved.recipe) + one.not_as_in_training
     return line + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
 
 

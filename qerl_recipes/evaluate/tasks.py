@@ -93,20 +93,18 @@ class _Mathematics:
     __hash__ = None  # type: ignore[assignment]
 
 
-def load(
-    names: Sequence[str], *, max_samples: int | None = None, num_fewshot: int = 0, num_samples: int = 1
-) -> list[Benchmark]:
+def load(names: Sequence[str], *, max_samples: int | None = None, num_samples: int = 1) -> list[Benchmark]:
     """Load the named benchmarks with at most ``max_samples`` problems each.
 
-    Each problem is to be answered ``num_samples`` times. ``num_fewshot`` solved problems of the training split precede
-    each problem. Raises ValueError as ``check_tasks`` does, or if the answers of a local file cannot be read. Raises
-    ConnectionError if a data set cannot be fetched.
+    Each problem is to be answered ``num_samples`` times, without solved problems before it. Raises ValueError as
+    ``check_tasks`` does, or if the answers of a local file cannot be read. Raises ConnectionError if a data set cannot
+    be fetched.
     """
-    check_tasks(names, num_fewshot)
+    check_tasks(names)
     benchmarks = []
     for name in names:
         rows, config, judge, vote = _definition(name)
-        config.num_fewshots = num_fewshot
+        config.num_fewshots = 0
         task = LightevalTask(config)
         task.num_samples = [num_samples]
         if rows is None:
@@ -128,7 +126,7 @@ def load(
 
 def load_evaluation(evaluation: Evaluation, load: Callable[..., list[Benchmark]] = load) -> list[Benchmark]:
     """Load the benchmarks of one evaluation by ``load``, which may keep them; tasks of episodes are none."""
-    options = {name: getattr(evaluation, name) for name in ("max_samples", "num_fewshot", "num_samples")}
+    options = {name: getattr(evaluation, name) for name in ("max_samples", "num_samples")}
     names = tuple(name for name in evaluation.tasks if not has_episodes(name))
     return load(names, **options) if names else []
 

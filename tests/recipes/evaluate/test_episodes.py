@@ -259,7 +259,6 @@ def test_the_limits_of_the_run_are_kept(play: Any, run_of: Any) -> None:
           "seed": 3, "problems": "seedless.jsonl"}, "starts by none, and temperature 0 draws nothing"),
         ({}, {"tasks": ["running_sum"], "success_at": 0.5}, "success_at would be ignored"),
         ({}, {"tasks": ["running_sum"], "problems": "seedless.jsonl"}, "problems would be ignored"),
-        ({}, {"tasks": ["environment:acting.Door"], "num_fewshot": 2}, "num_fewshot is 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -158,32 +158,9 @@ def test_a_run_whose_last_completions_were_cut_says_so(tmp_path: Path) -> None:
     assert "In the last steps" not in text(1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1), "a tenth is not more than a tenth"
 
 
-AS_TRAINED = {"system_prompt": "sum", "use_chat_template": True, "chat_template": "{{ t }}"}
-AS_TRAINED |= {"chat_template_kwargs": {"short": True}}
-UNLIKE = {
-    "weights": ({"quantization": "bf16"}, {}, "weights BF16, frozen NVFP4, 4 bits, frozen"),
-    "dtype": ({"dtype": "float16"}, {}, "dtype float16 bfloat16"),
-    "base": ({"base_sha256": "2", "base": "/other"}, {}, f"base /other {STATE['base']}"),
-    "solved-problems": ({"num_fewshot": 4}, {}, "solved problems shown 4 0"),
-    "system-prompt": ({}, {"system_prompt": "x" * 99 + "yz"}, f"system prompt {'x' * 97}... sum"),
-    "another-template": ({}, {"chat_template": "{{ u }}"}, "chat template another one the recipe's"),
-    "options": ({}, {"chat_template_kwargs": None}, "its options none {'short': True}"),
-}
-
-
-@pytest.mark.parametrize(("change", "asked", "row"), UNLIKE.values(), ids=list(UNLIKE))
-def test_what_was_judged_otherwise_than_trained_is_named(
-    change: dict[str, Any], asked: dict[str, Any], row: str, tmp_path: Path
-) -> None:
-    recipe = {"dtype": None, "system_prompt": "sum", "chat_template": "{{ t }}"}
-    recipe |= {"chat_template_kwargs": {"short": True}}
-    (tmp_path / "adapter").mkdir()
-    state = {**STATE, "base_hash": "1", "recipe": recipe}
-    (tmp_path / "adapter" / "qerl_state.json").write_text(json.dumps(state))
-    (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ t }}")
-    evaluation = {**BASE, "quantization": "qerl_nvfp4", "dtype": "bfloat16", "sampling": AS_TRAINED}
-    evaluation |= {"base": STATE["base"], "base_sha256": "1", "num_fewshot": 0}
-    assert "judged with" not in text_of(tmp_path, evaluation=evaluation)
-    text = text_of(tmp_path, evaluation={**evaluation, **change, "sampling": {**AS_TRAINED, **asked}})
-    heading = "These figures were not made as the run was trained: judged with trained with"
-    assert f"{heading} {row} From evaluation.json" in text
+def test_what_was_judged_otherwise_than_trained_is_named(tmp_path: Path) -> None:
+    heading = "These figures were not made as the run was trained"
+    assert heading not in text_of(tmp_path, evaluation=BASE)
+    unlike = ["weights bf16, there qerl_nvfp4", "no chat template"]
+    text = text_of(tmp_path, evaluation={**BASE, "not_as_in_training": unlike})
+    assert f"{heading}: weights bf16, there qerl_nvfp4; no chat template. From evaluation.json" in text

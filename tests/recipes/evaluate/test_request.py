@@ -34,9 +34,6 @@ def test_the_command_has_every_option_but_one() -> None:
     [
         ({"temprature": 1.0}, "^temprature: Extra inputs"),
         ({"max_new_tokens": 4.5}, "^max_new_tokens is 4.5; it must be a valid integer"),
-        ({"num_fewshot": -1}, "num_fewshot is -1"),
-        ({"num_fewshot": 1}, "num_fewshot is 1, but task running_sum has no solved problems besides those"),
-        ({"tasks": "gsm8k,math_500", "num_fewshot": 1}, "task math_500 has no solved problems"),
         ({"tasks": "gsm9k"}, "there is no task 'gsm9k'; choose from gsm8k"),
         ({"tasks": []}, "name at least one task"),
         ({"tasks": "running_sum, running_sum"}, "named twice"),
@@ -135,6 +132,17 @@ def test_an_open_choice_is_made_as_in_training(save_adapter: Make, tmp_path: Pat
     off, texts = as_trained.taken_over(Sampling(use_chat_template=False), saved)
     assert (off.chat_template, off.chat_template_kwargs) == (None, None)
     assert texts == ["system_prompt", "max_new_tokens 77"]
+    assert as_trained.overridden(Sampling(), saved) == as_trained.overridden(sampling, saved) == []
+    assert as_trained.overridden(Sampling(system_prompt="x" * 101, use_chat_template=False), saved) == [
+        "no chat template",
+        f"system_prompt {'x' * 97}..., there S",
+    ]
+    assert as_trained.overridden(own, saved) == [
+        "system_prompt none, there S",
+        "max_new_tokens 5, there 77",
+        "chat_template {{ x }}, there {{ messages }}",
+        "chat_template_kwargs none, there {'enable_thinking': False}",
+    ]
 
 
 def test_temperature_and_top_p_are_compared_with_training() -> None:

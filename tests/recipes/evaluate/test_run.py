@@ -386,10 +386,4 @@ def test_a_run_is_judged_on_its_weights_with_its_prompts(
     assert {line["prompt"] for line in lines} == {f"4+4;{i}+3;8=" for i in range(8)}
     assert len(lines) == 16
     page = write_report(tmp_path / "run").read_text()
-    assert "From <code>evaluation/evaluation.json</code>" in page and "judged with" not in page
-    other = {"system_prompt": None, "chat_template": "x", "chat_template_kwargs": None, "generation_kwargs": None}
-    unlike = {"quantization": "nf4", "dtype": "float32", "base_sha256": "0", "num_fewshot": 1}
-    unlike["sampling"] = {**result["sampling"], **other}
-    (tmp_path / "run/evaluation/evaluation.json").write_text(json.dumps({**result, **unlike}))
-    page = write_report(tmp_path / "run").read_text().partition("judged with")[2].partition("</table>")[0]
-    assert page.count("<tr>") == len(unlike) - 1 + len(other)  # rows have the names that both files use
+    assert "From <code>evaluation/evaluation.json</code>" in page and "not made as the run" not in page

@@ -30,14 +30,6 @@ def test_the_vote_goes_to_the_answer_that_most_samples_give(
     assert evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0].majority(texts) == elected
 
 
-def test_solved_problems_stand_before_the_one_asked(monkeypatch: pytest.MonkeyPatch, evaluation_tasks: Any) -> None:
-    hub_rows(monkeypatch, *({"question": f"{i}+3?", "answer": f"so {i + 3}\n#### {i + 3}"} for i in range(6)))
-    docs = evaluation_tasks.load(["gsm8k"], num_fewshot=2)[0].problems
-    assert [len(doc.fewshot_samples) for doc in docs] == [2] * 6
-    prompt = evaluation_tasks.PromptManager().prepare_prompt(docs[0])
-    assert prompt.count("Question:") == 3 and prompt.count("#### ") == 2 and prompt.endswith("Answer:")
-
-
 def test_running_sum_is_judged_on_the_whole_completion(evaluation_tasks: Any) -> None:
     benchmark = evaluation_tasks.load(["running_sum"])[0]
     assert len(benchmark.problems) == running_sum.HELD_OUT
