@@ -151,7 +151,7 @@ def command(run: str | Path, state: Mapping[str, Any]) -> str:
 
 def has_data(recipe: Mapping[str, Any]) -> bool:
     """Return True unless an environment has its own data, so that the recipe names none."""
-    return bool(recipe.get("dataset_name") or recipe.get("dataset_mixture"))
+    return bool(recipe.get("dataset_name"))
 
 
 def needs_held_out(run: str | Path, recipe: Mapping[str, Any]) -> bool:
@@ -193,6 +193,5 @@ def is_of_training(task: str, recipe: Mapping[str, Any], problems: Path | None =
     else:
         return False
     trained_on = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
-    trained_on += [part.get("id") for part in (recipe.get("dataset_mixture") or {}).get("datasets") or ()]
     places = [Path(place).resolve() for place in trained_on if place is not None]
     return any(file in (place, place / "train.jsonl") for place in places)

@@ -219,10 +219,8 @@ def _settings(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, A
 
 
 def _data(recipe: Mapping[str, Any]) -> str | None:
-    parts = (recipe.get("dataset_mixture") or {}).get("datasets", [])
-    name = recipe.get("dataset_name") or ", ".join(str(part.get("id")) for part in parts)
-    size = recipe.get("dataset_size")
-    return name and (f"{name}, {size} problems" if size else str(name))
+    name, size = recipe.get("dataset_name"), recipe.get("dataset_size")
+    return f"{name}, {size} problems" if name and size else name
 
 
 def _noise(recipe: Mapping[str, Any]) -> str | None:

@@ -50,9 +50,6 @@ _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, Overflo
 class ScriptArguments(trl.ScriptArguments):
     """Hold the keys for data, rewards and the adapter to start from, under Open-R1's names where it has them."""
 
-    dataset_mixture: dict | str | None = key(
-        None, "Open-R1's mixture: {datasets: [{id, config, split, columns, weight}], seed}."
-    )
     dataset_kwargs: dict | str | None = key(
         None, "Options of a generated data set, such as {min_terms: 3} of reasoning_gym."
     )
@@ -102,7 +99,6 @@ class ScriptArguments(trl.ScriptArguments):
     is_without_gpu: bool = field(default=False, init=False)  # set by parse: did the machine decide use_cpu?
 
     def __post_init__(self) -> None:
-        self.dataset_mixture = _mapping("dataset_mixture", self.dataset_mixture)
         self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
         if not isinstance(self.environments, str) or self.environments.startswith("{"):
             self.environments = _mapping("environments", self.environments)

@@ -196,7 +196,7 @@ def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
         raise ConfigError(f"{where}: warmup_ratio is a share of all steps, at least 0 and below 1, not {value}")
     if key == "dataset_configs":
         if not isinstance(value, list) or len(value) != 1:
-            raise ConfigError(f"{where}: dataset_configs must name one configuration; use dataset_mixture for several")
+            raise ConfigError(f"{where}: dataset_configs must name one configuration; write several into one file")
         value = value[0]
     return RENAMED[key], value
 

@@ -51,6 +51,10 @@ WITHOUT_EFFECT = {
     "use_liger_loss": Refusal((False,), "Liger's loss multiplies by a BF16 weight that a 4-bit policy does not have"),
     # this key is TRL's too, so REFUSED also has it, for a GRPOConfig built in Python
     "use_liger_kernel": Refusal((True, False), "QeRL's own kernels stand where Liger's would; remove the key"),
+    "dataset_mixture": Refusal(
+        (None,), "write the problems of all parts into one file, or a folder with train.jsonl and test.jsonl, and name "
+        "it as dataset_name"
+    ),
     "code_eval_scoring_mode": Refusal(("pass_fail", "partial", "weighted_sum"), OF_OPEN_R1),
     "code_eval_test_batch_size": Refusal(tuple(range(-1, 1001)), OF_OPEN_R1),
     "ioi_provider": Refusal(("piston", "morph"), OF_OPEN_R1),
@@ -187,7 +191,7 @@ _HONOURED = {
     dynamic_sampling dynamic_sampling_metric dynamic_sampling_max_rounds
     """,
     "data": """
-    dataset_name dataset_config dataset_mixture dataset_kwargs dataset_size dataset_seed dataset_train_split
+    dataset_name dataset_config dataset_kwargs dataset_size dataset_seed dataset_train_split
     dataset_test_split dataset_prompt_column max_prompt_length system_prompt shuffle_dataset
     """,
     "rewards": """

@@ -20,7 +20,6 @@ from qerl_recipes.tasks.sources import (
     Splits,
     from_name,
     map_splits,
-    mixture,
     refuse_unread,
     rename,
 )
@@ -39,17 +38,11 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
     ConfigError for a data set, split or column that does not exist, an empty data set, and a malformed prompt. Warns if
     held-out problems are among the training problems.
     """
-    if script.dataset_mixture is not None:
-        if script.dataset_name is not None:
-            raise ConfigError("dataset_name and dataset_mixture are both given; keep one of them")
-        source, (train, held_out) = "dataset_mixture", mixture(script)
-    elif script.dataset_name is None:
+    if (source := script.dataset_name) is None:
         raise ConfigError(
             "dataset_name is missing; offline, reasoning_gym, running_sum and pick_number need no download"
         )
-    else:
-        source = script.dataset_name
-        train, held_out = loaders.get(source, from_name)(script)
+    train, held_out = loaders.get(source, from_name)(script)
     column = script.dataset_prompt_column or "prompt"
     if may_lack_prompts and "prompt" == column not in train.column_names:
         train, held_out = map_splits((train, held_out), lambda data: data.add_column("prompt", [NOTHING] * len(data)))
@@ -167,7 +160,7 @@ def _conversational(
             raise ConfigError("system_prompt needs a chat template, and the model has none; give it as chat_template")
         if not all(isinstance(prompt, str) for prompt in data["prompt"]):
             raise ConfigError(
-                f"{script.dataset_name or 'dataset_mixture'}: prompts that are lists of messages need a chat template, "
+                f"{script.dataset_name}: prompts that are lists of messages need a chat template, "
                 "and the model has none; give it as chat_template, or write each prompt as one text"
             )
         return data

@@ -1,26 +1,12 @@
-"""Load problems from local files, from the hub, from a mixture of both, or by a name that recipes know."""
+"""Load problems from local files, from the hub, or by a name that recipes know."""
 
 import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import pandas
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    ReadInstruction,
-    Value,
-    concatenate_datasets,
-    load_dataset,
-    load_dataset_builder,
-    load_from_disk,
-)
-from datasets.packaged_modules.csv.csv import Csv
-from pandas.errors import EmptyDataError
+from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
 
 from qerl_recipes.files.json_files import numbered
 from qerl_recipes.recipe.configs import ScriptArguments
@@ -29,7 +15,7 @@ from qerl_recipes.tasks import reasoning_gym, running_sum
 from qerl_recipes.tasks.generators import PICK_NUMBER, SIZE, Generator, table
 from qerl_recipes.tasks.interface import DatasetLoader
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 EXAMPLE = '{"prompt": "1+2=", "answer": "3"}'  # a problem of a JSON-lines file, for messages
 SPLIT_KEYS = ("dataset_train_split", "dataset_test_split")
 
@@ -37,7 +23,7 @@ Splits = tuple[Dataset, Dataset | None]  # the training problems, and the held-o
 
 
 def read_splits(name: str, config: str | None) -> DatasetDict:
-    """Return the splits of a file (``train`` alone), folder or hub id, with CSV as text; raise ConfigError for none."""
+    """Return the splits of a file (``train`` alone), folder or hub id; raise ConfigError for none, and for CSV."""
     path = Path(name).expanduser()
     try:
         if path.is_file():
@@ -47,12 +33,18 @@ def read_splits(name: str, config: str | None) -> DatasetDict:
                 warnings.warn(f"dataset_config: {config} has no effect on the file {name}", stacklevel=2)
             if READERS[path.suffix] == "json" and (flaw := _encoding_flaw(path)) is not None:
                 raise ConfigError(f"dataset_name {flaw}")  # otherwise it would be found only when the row is used
-            return _load(READERS[path.suffix], data_files={"train": str(path)})
+            return load_dataset(READERS[path.suffix], data_files={"train": str(path)})
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = load_from_disk(str(path))
             return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
         if path.is_dir():
-            return _load(str(path), name=config)
+            splits = load_dataset(str(path), name=config)
+            if any(split.info.builder_name == "csv" for split in splits.values()):
+                raise ConfigError(
+                    f"dataset_name {name} holds CSV, which does not tell texts such as 007 from numbers; write a JSON "
+                    f"object for each problem, such as {EXAMPLE}"
+                )
+            return splits
         if path.suffix in READERS and not path.exists():
             raise ConfigError(f"dataset_name {name}: there is no such file")
         return load_dataset(name, name=config)
@@ -103,32 +95,10 @@ def _reason(path: Path, error: BaseException) -> str:
     """Say why ``datasets`` cannot read an existing path, by the first cause, which names row or column."""
     while error.__cause__ is not None:
         error = error.__cause__
-    nothing = isinstance(error, StopIteration | EmptyDataError) or "corresponds to no data" in str(error)
+    nothing = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
     if nothing or (path.is_file() and not path.stat().st_size):
         return f"{path}, or one of its splits, holds no problems; write some, or remove the file"
     return f"{path} cannot be read ({type(error).__name__}: {str(error).strip()}); mend the file, or name another"
-
-
-def _load(place: str, **options: Any) -> DatasetDict:
-    """Return ``datasets.load_dataset`` of a file or folder, with CSV read as text unless a README defines the columns.
-
-    Raises ConfigError if CSV files have different columns: those that the first file lacks would be lost.
-    """
-    with TemporaryDirectory() as cache:  # the usual cache may hold columns from an earlier reading
-        builder = load_dataset_builder(place, cache_dir=cache, **options)
-    if not isinstance(builder, Csv) or builder.info.features is not None:
-        return load_dataset(place, **options)
-    header = {**builder.config.pd_read_csv_kwargs, "nrows": 0, "chunksize": None}
-    files = [file for split_files in builder.config.data_files.values() for file in split_files]
-    columns = [list(pandas.read_csv(file, **header).columns) for file in files]
-    for file, names in zip(files, columns, strict=True):
-        if set(names) != set(columns[0]):
-            raise ConfigError(
-                f"{file} has the columns {', '.join(names)}, and {files[0]} has {', '.join(columns[0])}; give all CSV "
-                "files of a folder the same"
-            )
-    texts = Features({name: Value("string") for name in columns[0]})
-    return load_dataset(place, **options, features=texts, keep_default_na=False, na_values=[""])
 
 
 def from_files(script: ScriptArguments, name: str, config: str | None) -> Splits:
@@ -221,41 +191,6 @@ def from_name(script: ScriptArguments) -> Splits:
     return map_splits(splits, lambda data: rename(data, names, source))
 
 
-def mixture(script: ScriptArguments) -> Splits:
-    """Load ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``; ``weight`` is a share."""
-    settings = dict(script.dataset_mixture or {})  # type: ignore[arg-type]
-    source = "dataset_mixture (its parts have a config and a split each, and test_split_size)"
-    refuse_unread(script, source, "dataset_kwargs", "dataset_config", *SPLIT_KEYS)
-    seed, parts = settings.get("seed", 0), settings.get("datasets")
-    if unknown := sorted(set(settings) - {"datasets", "seed", "test_split_size"}):
-        raise ConfigError(f"dataset_mixture: unknown {', '.join(unknown)}; it has datasets, seed and test_split_size")
-    if not isinstance(parts, list) or not parts:
-        raise ConfigError("dataset_mixture: datasets must list at least one data set with an id")
-    samples = []
-    for part in parts:
-        if not isinstance(part, dict) or "id" not in part or set(part) - {"id", "config", "split", "columns", "weight"}:
-            raise ConfigError(f"dataset_mixture: a part has id, config, split, columns and weight, not {part!r}")
-        splits = read_splits(part["id"], part.get("config"))
-        split = part.get("split", "train")
-        if split not in splits:
-            raise ConfigError(f"dataset_mixture: {part['id']} has no split {split!r} but {', '.join(sorted(splits))}")
-        data = splits[split]
-        if columns := part.get("columns"):
-            rename(data, {column: column for column in columns}, part["id"])  # raises for a missing one
-            data = data.select_columns(columns)
-        weight = part.get("weight", 1.0)
-        if not 0 < weight <= 1:
-            raise ConfigError(f"dataset_mixture: weight is the share of {part['id']} to take, not {weight}")
-        samples.append(data.shuffle(seed=seed).select(range(int(len(data) * weight))) if weight < 1 else data)
-    if any(set(data.column_names) != set(samples[0].column_names) for data in samples):
-        raise ConfigError("dataset_mixture: the parts have different columns; cut them with columns: [...]")
-    shuffled = concatenate_datasets(samples).shuffle(seed=seed)
-    if (size := settings.get("test_split_size")) is None:
-        return shuffled, None
-    halves = shuffled.train_test_split(test_size=size, seed=seed)
-    return halves["train"], halves["test"]
-
-
 def _known(
     hub_id: str, config: str | None, questions: tuple[str, ...], to_row: Callable[[dict[str, Any]], dict[str, str]]
 ) -> DatasetLoader:
@@ -329,7 +264,6 @@ def hub_ids(recipe: Mapping[str, Any]) -> list[str]:
     """Return the hub's data sets among those that a recorded recipe trains on; local ones are left out."""
     if (recipe.get("dataset_kwargs") or {}).get("path"):  # a local copy of a known one
         return []
-    parts = (recipe.get("dataset_mixture") or {}).get("datasets") or [{"id": recipe.get("dataset_name")}]
-    names = [str(part.get("id")) for part in parts]
-    ids = [ON_HUB[name][0] if name in ON_HUB else name for name in names]
-    return [name for name in ids if name.count("/") == 1 and not Path(name).suffix and not Path(name).exists()]
+    name = str(recipe.get("dataset_name"))
+    name = ON_HUB[name][0] if name in ON_HUB else name
+    return [name] if name.count("/") == 1 and not Path(name).suffix and not Path(name).exists() else []

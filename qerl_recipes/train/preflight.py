@@ -329,7 +329,7 @@ def _read_rows(
     problems: list[str],
 ) -> tuple[Dataset, Dataset | None] | None:
     """Return the training and held-out problems of a recipe; add to ``problems`` what is wrong with them."""
-    is_owned = script.dataset_name is script.dataset_mixture is None and isinstance(script.environments, str)
+    is_owned = script.dataset_name is None and isinstance(script.environments, str)
     try:
         if is_owned:
             needed = training.generation_batch_size // training.num_generations

@@ -217,7 +217,7 @@ def test_the_printed_command_asks_for_what_was_taught(
     ("recipe", "task"),
     [
         ({"dataset_name": "pick_number", "reward_funcs": ["last_number"]}, "jsonl-number:"),
-        ({"reward_funcs": ["exact_answer"]}, "jsonl-exact:"),  # a mixture of data sets
+        ({"reward_funcs": ["exact_answer"]}, "jsonl-exact:"),
         ({"dataset_name": "reasoning_gym", "reward_funcs": ["reasoning_gym"]}, None),
         ({"dataset_name": "gsm8k", "reward_funcs": ["accuracy"]}, None),
         ({"environments": "higher_lower"}, None),
@@ -264,7 +264,6 @@ def test_a_task_of_the_training_file_is_known(tmp_path: Path, monkeypatch: pytes
         ("jsonl:data/train.jsonl", folder, True),
         ("jsonl:data/test.jsonl", folder, False),
         ("gsm8k", {"dataset_name": "gsm8k"}, False),
-        ("jsonl:mine.jsonl", {"dataset_mixture": {"datasets": [{"id": "x"}, {"id": "mine.jsonl"}]}}, True),
         ("jsonl:mine.jsonl", {}, False),
     ]
     assert [as_trained.is_of_training(task, recipe) for task, recipe, _ in cases] == [known for *_, known in cases]

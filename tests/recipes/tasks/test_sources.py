@@ -1,4 +1,4 @@
-"""Test where problems come from: files, known data sets, slices, mixtures and generators, and what is refused."""
+"""Test where problems come from: files, known data sets, slices and generators, and what is refused."""
 
 import json
 from pathlib import Path
@@ -14,29 +14,15 @@ from qerl_recipes.tasks.rewards import accuracy
 from qerl_recipes.tasks.sources import LOADERS, hub_ids
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "data"
-WRITTEN = ["007", "1e3", "None", "1,234", "True", "", "NA", "3.0", "null", "nan", "12345678901234567890123", " 5"]
-MEANT = [text or None for text in WRITTEN]
 
 
 def read(name: Any = None, **settings: Any) -> tuple[Dataset, Dataset | None]:
     return prompts.read(ScriptArguments(dataset_name=None if name is None else str(name), **settings), LOADERS)
 
 
-def answers_in(place: Path, **settings: Any) -> list[list[str | None]]:
-    """Return the answers of the training problems, and those of the held-out ones if there are any."""
-    return [data["answer"][:] for data in read(place, **settings) if data is not None]
-
-
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def csv(path: Path, answers: list[str], column: str = "answer", prompt: str = "p") -> Path:
-    """Write a file with a prompt for each of ``answers``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"prompt,{column}\n" + "".join(f'{prompt}{i},"{text}"\n' for i, text in enumerate(answers)))
-    return path
 
 
 def test_gsm8k_keeps_the_number_after_the_marks() -> None:
@@ -71,7 +57,7 @@ def test_an_answer_of_zero_is_zero(tmp_path: Path) -> None:
     assert train["solution"] == ["$0$"] and str(train[0]["answer"]) == "0"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "windows.jsonl", "json", "parquet", "csv", "saved"])
+@pytest.mark.parametrize("kind", ["jsonl", "windows.jsonl", "json", "parquet", "saved"])
 def test_a_file_of_any_kind_is_training_data(kind: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i}", "solution": str(i)} for i in range(3)]
     path, data = tmp_path / f"mine.{kind}", Dataset.from_list(rows)
@@ -82,8 +68,6 @@ def test_a_file_of_any_kind_is_training_data(kind: str, tmp_path: Path) -> None:
         path.write_text(json.dumps(rows))
     elif kind == "parquet":
         data.to_parquet(str(path))
-    elif kind == "csv":
-        data.to_csv(str(path))
     elif kind == "saved":
         path.unlink()
         data.save_to_disk(str(path))
@@ -117,16 +101,6 @@ def test_a_folder_with_a_test_file_holds_problems_out(tmp_path: Path) -> None:
     assert both["prompt"] == ["a", "b", "c"] and held_out is None
 
 
-def test_a_mixture_takes_shares_and_splits_off_a_test(tmp_path: Path) -> None:
-    a = jsonl(tmp_path / "a.jsonl", [{"prompt": f"a{i}", "solution": "1", "extra": "x"} for i in range(20)])
-    b = jsonl(tmp_path / "b.jsonl", [{"prompt": f"b{i}", "solution": "1"} for i in range(10)])
-    parts = [{"id": a, "columns": ["prompt", "solution"], "weight": 0.5}, {"id": b}]
-    train, held_out = read(dataset_mixture={"datasets": parts, "seed": 3, "test_split_size": 5})
-    assert held_out is not None and (len(train), len(held_out)) == (15, 5)
-    drawn = [*train["prompt"], *held_out["prompt"]]
-    assert len(set(drawn)) == 20 and sum(prompt.startswith("a") for prompt in drawn) == 10
-
-
 def test_reasoning_gym_repeats_and_holds_problems_out() -> None:
     (train, held_out), again, other = (read("reasoning_gym", dataset_size=8, dataset_seed=seed) for seed in (1, 1, 2))
     assert train["prompt"] == again[0]["prompt"] != other[0]["prompt"]
@@ -146,7 +120,6 @@ def test_a_generator_takes_size_and_seed(name: str, held_out: int) -> None:
     assert len(read(name)[0]) == 4096
 
 
-MIXTURE = {"datasets": [{"id": "FOLDER/mine.jsonl"}]}
 NO_SPLITS = ("reasoning_gym", "running_sum", "pick_number")
 
 
@@ -157,7 +130,7 @@ NO_SPLITS = ("reasoning_gym", "running_sum", "pick_number")
         ("/no/such/folder", {}, "neither a readable file or folder"),
         ("/no/such/file.jsonl", {}, "there is no such file"),
         ("FOLDER/empty.jsonl", {}, "empty.jsonl is empty; write a JSON object for each problem, or"),
-        ("FOLDER/empty.csv", {}, "empty.csv, or one of its splits, holds no problems; write some, or"),
+        ("FOLDER/empty.parquet", {}, "empty.parquet, or one of its splits, holds no problems; write some, or"),
         ("FOLDER/broken.jsonl", {}, "broken.jsonl, line 3 is no JSON (Expecting value, column 12); m"),
         ("FOLDER/broken.json", {}, "broken.json, line 2 is no JSON (Expecting value, column 12); mend"),
         ("FOLDER/folder", {}, "folder/train.jsonl, line 2 is no JSON object; each problem is one, su"),
@@ -175,18 +148,6 @@ NO_SPLITS = ("reasoning_gym", "running_sum", "pick_number")
         ),
         ("FOLDER/mine.jsonl", {"dataset_size": 9}, "dataset_size is 9"),
         ("FOLDER/mine.jsonl", {"dataset_kwargs": {"colums": {}}}, "knows no colums"),
-        ("FOLDER/mine.jsonl", {"dataset_mixture": {"datasets": []}}, "both given"),
-        (None, {"dataset_mixture": {"datasets": []}}, "must list at least one"),
-        (None, {"dataset_mixture": {"datasets": [{"name": "x"}]}}, "a part has id"),
-        *(
-            (None, {"dataset_mixture": MIXTURE, key: value}, f"does not read {key}; remove")
-            for key, value in {
-                "dataset_kwargs": {"columns": {"a": "b"}},
-                "dataset_config": "main",
-                "dataset_train_split": "t",
-                "dataset_test_split": "t",
-            }.items()
-        ),
         *((name, {"dataset_test_split": "t"}, f"{name} does not read dataset_test_split") for name in NO_SPLITS),
         ("pick_number", {"dataset_config": "main"}, "pick_number does not read dataset_config"),
         ("bigmath", {"dataset_kwargs": {"path": "FOLDER/mine.jsonl"}}, "has the columns"),
@@ -202,7 +163,7 @@ def test_data_that_cannot_be_had_are_refused(
     jsonl(tmp_path / "mine.jsonl", [{"prompt": "p", "text": "t"}])
     jsonl(tmp_path / "four.jsonl", [{"prompt": "p"}] * 4)
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "empty.csv").touch()
+    (tmp_path / "empty.parquet").touch()
     (tmp_path / "broken.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": \n')
     (tmp_path / "broken.json").write_text('[{"prompt": "p"},\n{"prompt": }]')
     (tmp_path / "folder").mkdir()
@@ -216,48 +177,18 @@ def test_data_that_cannot_be_had_are_refused(
     assert message in str(error.value)
 
 
-def test_a_csv_file_has_texts_as_they_stand(tmp_path: Path) -> None:
-    assert answers_in(csv(tmp_path / "mine.csv", WRITTEN)) == [MEANT]
-
-
 def test_a_configuration_without_effect_on_a_file_is_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="dataset_config: level_3 has no effect on the file"):
-        answers_in(csv(tmp_path / "mine.csv", WRITTEN), dataset_config="level_3")
+        read(jsonl(tmp_path / "mine.jsonl", [{"prompt": "p"}]), dataset_config="level_3")
 
 
-def test_a_csv_column_of_numbers_stays_one_of_texts(tmp_path: Path) -> None:
-    """Check that answers stay text; pandas would make them numbers, and floats if one is missing."""
-    expected = ["007", None, "8"]
-    assert answers_in(csv(tmp_path / "mine.csv", ["007", "", "8"])) == [expected]
-    csv(tmp_path / "folder" / "train.csv", ["007", "", "8"])
-    assert answers_in(tmp_path / "folder") == [expected]
-
-
-def test_the_readme_of_a_folder_defines_its_columns(tmp_path: Path) -> None:
-    csv(tmp_path / "train.csv", ["007", "8"])
-    types = "[{name: prompt, dtype: string}, {name: answer, dtype: int64}]"
-    (tmp_path / "README.md").write_text(f"---\ndataset_info: {{features: {types}}}\n---\n")
-    assert answers_in(tmp_path) == [[7, 8]]
-
-
-def test_a_separator_that_the_readme_names_is_used(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.csv").write_text("prompt;answer\np;007\n")
-    (tmp_path / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files: data/a.csv\n  sep: ';'\n---\n"
-    )
-    assert answers_in(tmp_path) == [["007"]]
-
-
-def test_csv_files_of_different_columns_are_refused(tmp_path: Path) -> None:
-    csv(tmp_path / "train.csv", ["1"])
-    (tmp_path / "test.csv").write_text("answer,level,prompt\n2,hard,q\n")
-    with pytest.raises(
-        ConfigError, match=r"test\.csv has the columns answer, level, prompt, and .*train\.csv has prompt"
-    ):
-        answers_in(tmp_path)
-    (tmp_path / "test.csv").write_text("answer,prompt\n02,q\n")  # the order of columns is free
-    assert answers_in(tmp_path) == [["1"], ["02"]]
+def test_csv_is_refused(tmp_path: Path) -> None:
+    """Check that no answer such as 007 becomes a number."""
+    (tmp_path / "folder").mkdir()
+    for file, message in ((tmp_path / "mine.csv", "cannot read .csv files"), (tmp_path / "folder", "holds CSV, which")):
+        (file / "train.csv" if file.is_dir() else file).write_text("prompt,answer\np,007\n")
+        with pytest.raises(ConfigError, match=message):
+            read(file)
 
 
 def test_a_card_names_the_data_sets_of_the_hub_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +198,4 @@ def test_a_card_names_the_data_sets_of_the_hub_alone(tmp_path: Path, monkeypatch
     named |= {name: [] for name in ("running_sum", "mine/rows", "gone/rows.jsonl", str(tmp_path))}
     for name, ids in named.items():
         assert hub_ids({"dataset_name": name}) == ids
-    parts = [{"id": "me/a"}, {"id": "mine/rows"}, {"id": "bigmath"}]
-    expected = ["me/a", "open-r1/Big-Math-RL-Verified-Processed"]
-    assert hub_ids({"dataset_name": None, "dataset_mixture": {"datasets": parts}}) == expected
     assert hub_ids({}) == hub_ids({"dataset_name": "gsm8k", "dataset_kwargs": {"path": "a_copy"}}) == []
