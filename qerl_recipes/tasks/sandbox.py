@@ -15,11 +15,9 @@ they are shut in depends on what the kernel allows:
   the end. Where the trainer is root, it also has a user id of its own. It can read what that user may read.
 * ``own user``, for root in a container without namespaces: it has a user id of its own, by which its processes are
   found. It has the network, and can write where all users may.
-* ``limits``, for another user without namespaces: it has the network, the files and the processes of the trainer's
-  user. A process that hides its environment and its folder outlives the program.
 
-The best that works is tried out once and used; a warning names what is lacking. Root without either cannot be limited
-in its processes: that is refused.
+The best that works is tried out once and used; a warning names what is lacking. Where neither works, a program would
+have the files and the processes of the trainer's user: that is refused.
 """
 
 import contextlib
@@ -42,11 +40,7 @@ from typing import Any, NamedTuple
 
 PYTHON = sys.executable
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
-NAMESPACES, OWN_USER, LIMITS = "namespaces", "own user", "limits"
-LACKING = {
-    OWN_USER: "it reaches the network and may write where all users may, such as /tmp",
-    LIMITS: "it reaches the network, and your user's files and processes",
-}
+NAMESPACES, OWN_USER = "namespaces", "own user"
 MEMORY, OUTPUT = 1 << 30, 1 << 16  # bytes
 DISK = 1 << 26  # bytes, of its folder and of each file
 TOOL_SECONDS, TOOL_OUTPUT = 5.0, 2048  # of the tool python; bytes of output and of errors
@@ -100,7 +94,7 @@ def run(
             place.chmod(0o755)
             os.chown(folder, uid, uid)
         cpu, wall = max(1, math.ceil(seconds)), 2 * seconds + 1
-        most = {"AS": MEMORY, "FSIZE": DISK, "NOFILE": OPEN_FILES, "CORE": 0, "NPROC": _most_processes(how)}
+        most = {"AS": MEMORY, "FSIZE": DISK, "NOFILE": OPEN_FILES, "CORE": 0, "NPROC": PROCESSES}
         limits = {f"RLIMIT_{name}": (limit, limit) for name, limit in most.items()}
         settings = {
             "namespaces": how == NAMESPACES,
@@ -125,10 +119,10 @@ def run(
 
 @functools.cache
 def kind() -> str:
-    """Return how programs are shut in here, and warn once of what is lacking; raise SandboxError for a root without."""
+    """Return how programs are shut in here, and warn once of what is lacking; raise SandboxError where they cannot."""
     is_root = os.geteuid() == 0
     reasons = []
-    for possible in (NAMESPACES, OWN_USER if is_root else LIMITS):
+    for possible in (NAMESPACES, OWN_USER) if is_root else (NAMESPACES,):
         try:
             outcome = run("print(6 * 7)", seconds=20, how=possible)
         except (SandboxError, OSError) as error:
@@ -140,15 +134,17 @@ def kind() -> str:
         if possible != NAMESPACES:
             warnings.warn(
                 f"code_provider: local runs programs without namespaces, which this kernel refuses ({reasons[0]}): a "
-                f"program is limited in time, memory and processes, but {LACKING[possible]}",
+                "program is limited in time, memory and processes, but it reaches the network and may write where all "
+                "users may, such as /tmp",
                 stacklevel=2,
             )
         return possible
     way_out = (
-        "let other users enter the folders of Python (such as chmod o+x /root), run as another user than root, or "
-        "allow namespaces (docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined)"
+        "let other users enter the folders of Python (such as chmod o+x /root), or allow namespaces (docker run "
+        "--cap-add SYS_ADMIN --security-opt apparmor=unconfined)"
         if is_root
-        else "use another code_provider"
+        else "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+        "kernel.apparmor_restrict_unprivileged_userns=0), or use another code_provider"
     )
     raise SandboxError(f"cannot limit programs here ({'; '.join(reasons)}); {way_out}")
 
@@ -236,7 +232,7 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: flo
             _, wait_status, usage = os.wait4(process.pid, 0)
             code = process.returncode = os.waitstatus_to_exitcode(wait_status)
             if not settings["namespaces"]:
-                _kill_strays(place, uid)
+                _kill_all_of(uid)
         if not os.read(told, 1):
             raise SandboxError(_read(place / "errors", OUTPUT).strip()[-300:] or f"the launcher ended with {code}")
     if not in_time:
@@ -256,49 +252,10 @@ def _size(folder: str) -> int:
     return total
 
 
-def _kill_strays(folder: Path, uid: int | None) -> None:
-    """Kill the processes that have left a program's group: those of user ``uid``, or with its environment or folder."""
-    if uid is not None:  # the kernel kills all that a user may kill at once: none can start another meanwhile
-        kill = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, {signal.SIGKILL:d})"
-        subprocess.run([PYTHON, "-ISc", kill], stderr=subprocess.DEVNULL)
-        return
-    stopped: set[int] = set()
-    while strays := {pid for pid in _pids() if _is_of(pid, folder)} - stopped:
-        for pid in strays:
-            _signal(pid, signal.SIGSTOP)  # a stopped process starts no others
-        stopped |= strays
-    for pid in stopped:
-        _signal(pid, signal.SIGKILL)
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _pids() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())
-
-
-def _is_of(pid: int, folder: Path) -> bool:
-    """Return True if a process is of the program in ``folder``."""
-    try:
-        environment, work = Path(f"/proc/{pid}/environ").read_bytes(), os.readlink(f"/proc/{pid}/cwd")
-        return str(folder).encode() in environment or Path(work).is_relative_to(folder)
-    except OSError:  # it has ended, or is of another user
-        return False
-
-
-def _most_processes(how: str) -> int:
-    """Return the limit on a program's processes: the kernel counts those of its user in its namespace."""
-    if how != LIMITS:
-        return PROCESSES
-    threads = 0
-    for pid in _pids():
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
-                threads += len(os.listdir(f"/proc/{pid}/task"))
-    return threads + PROCESSES
+def _kill_all_of(uid: int | None) -> None:
+    """Kill the processes of user ``uid``, at once: none can start another meanwhile."""
+    kill = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, {signal.SIGKILL:d})"
+    subprocess.run([PYTHON, "-ISc", kill], stderr=subprocess.DEVNULL)
 
 
 def _read(file: Path, most: int, from_end: bool = False) -> str:

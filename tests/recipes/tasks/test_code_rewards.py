@@ -323,7 +323,7 @@ def test_a_provider_without_its_key_or_limits_is_refused(clients, monkeypatch):
 
 
 def test_the_tool_python_runs_here_only_where_a_recipe_says_so(monkeypatch):
-    monkeypatch.setattr(sandbox, "kind", lambda: sandbox.LIMITS)
+    monkeypatch.setattr(sandbox, "kind", lambda: sandbox.OWN_USER)
     assert code_providers.python_tool(ScriptArguments(code_provider="local")) is sandbox.python
     with pytest.raises(ConfigError, match="not with code_provider: e2b; use code_provider: local"):
         code_providers.python_tool(ScriptArguments())
