@@ -33,8 +33,8 @@ def recipe(method: str, ignore: list[str]) -> list:
         from llmcompressor.modifiers.quantization import GPTQModifier
 
         return [GPTQModifier(targets="Linear", scheme="NVFP4A16", ignore=ignore)]
-    from llmcompressor.modifiers.awq import AWQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
 
     return [AWQModifier(duo_scaling="both"), QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=ignore)]
 

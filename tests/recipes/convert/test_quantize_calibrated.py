@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -69,6 +70,22 @@ def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path, ll
     differ = [n for n in tensors if n.endswith("packed") and not torch.equal(tensors[n], rounded[n])]
     assert differ, "GPTQ rounds some weights away from the nearest code"
     assert (tmp_path / "gptq" / "tokenizer.json").is_file()
+
+
+@pytest.mark.integration
+def test_llmcompressor_takes_the_modifiers_of_each_method(llmcompressor):
+    call = [str(llmcompressor_run.environment()), "-I", "-c", MODIFIERS.format(script=llmcompressor_script.__file__)]
+    said = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "GPTQModifier AWQModifier QuantizationModifier"
+
+
+MODIFIERS = """
+import runpy
+from llmcompressor.modifiers import Modifier
+recipe = runpy.run_path({script!r})["recipe"]
+both = [*recipe("gptq", ["lm_head"]), *recipe("awq", ["lm_head"])]
+print(*(type(one).__name__ if isinstance(one, Modifier) else one for one in both))
+"""
 
 
 def test_llmcompressor_gets_the_texts_in_their_order(source, tmp_path, monkeypatch):
