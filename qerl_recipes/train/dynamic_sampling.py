@@ -12,8 +12,7 @@ the loss nor in the loss's divisor, as in DAPO; losses that average over sequenc
 its sequences. If no group of any process has a signal, the masks stay as they are.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,32 +85,18 @@ def informative_groups(rewards: torch.Tensor, num_generations: int) -> torch.Ten
 class Scored(NamedTuple):
     """Hold fresh prompts with their completions: TRL's ``batch`` of this process, and what it adds over all.
 
-    ``judged: (completions,)`` is what ``judged_by`` returned for them, the last rows of TRL's ``table``.
+    ``judged: (completions,)`` is what ``judged_by`` returned for them.
     """
 
     batch: dict[str, Any]
     judged: torch.Tensor
-    table: Mapping[str, Any]
-
-
-class Replaced(NamedTuple):
-    """Hold a round's replacements: group i by fresh group j for each (i, j), numbered over all processes.
-
-    The fresh ones are the last ``fresh_groups`` groups of ``table``.
-    """
-
-    pairs: list[tuple[int, int]]
-    fresh_groups: int
-    table: Mapping[str, Any]
 
 
 class Refilled(NamedTuple):
-    """Hold this process's ``batch``, the ``counts`` to log, the ``rounds``, and groups that were not replaced."""
+    """Hold this process's ``batch``, and the ``counts`` to log."""
 
     batch: dict[str, Any]
     counts: dict[str, int]
-    rounds: list[Replaced]
-    without_signal: list[int]
 
 
 def refill(
@@ -134,10 +119,10 @@ def refill(
     """
     groups = len(batch["advantages"]) // num_generations
     first_group = rank * groups
-    rounds: list[Replaced] = []
+    rounds = 0
     without_signal = _without_signal(judged, num_generations)
     dropped = len(without_signal)
-    while without_signal and len(rounds) < max_rounds:
+    while without_signal and rounds < max_rounds:
         needed, share = len(without_signal), -(-len(without_signal) // ranks)
         rows = stream.take(needed)
         rows += rows[-1:] * (share * ranks - needed)  # gathering needs equal sizes; these extra rows are not used
@@ -149,7 +134,7 @@ def refill(
             if local_pairs := [(i, j) for i, j in from_source if 0 <= i < groups]:
                 batch = replace_groups(batch, scored, local_pairs, num_generations, pad_token_id)
         without_signal = without_signal[len(pairs) :]
-        rounds.append(Replaced(pairs, share * ranks, fresh.table))
+        rounds += 1
     local_groups = [group - first_group for group in without_signal if 0 <= group - first_group < groups]
     filled_rows = [row for group in local_groups for row in _rows(group, num_generations)]
     accepted = groups * ranks - len(without_signal)
@@ -157,7 +142,7 @@ def refill(
     if accepted:  # without any signal the loss is 0 whatever its divisor, so the masks may stay
         batch["completion_mask"][filled_rows] = 0
     counts = {"accepted_groups": accepted, "dropped_groups": dropped, "filled_groups": len(without_signal)}
-    return Refilled(batch, {**counts, "rounds": len(rounds)}, rounds, without_signal)
+    return Refilled(batch, {**counts, "rounds": rounds})
 
 
 def _without_signal(judged: torch.Tensor, num_generations: int) -> list[int]:
@@ -201,29 +186,6 @@ def replace_groups(
             merged[name] = kept.clone()
             merged[name][target_rows] = new[source_rows]
     return merged
-
-
-def update_table(table: Mapping[str, Any], refilled: Refilled, num_generations: int) -> None:
-    """Update TRL's table (columns, or mappings of columns), so that it shows the completions that are trained on."""
-    for pairs, fresh_groups, fresh_table in refilled.rounds:
-        for column, scored in _columns(table, fresh_table):
-            fresh = list(scored)[-fresh_groups * num_generations :]
-            if len(fresh) < fresh_groups * num_generations or len(column) < len(fresh):
-                continue  # no reward has filled this column
-            for i, j in pairs:
-                for row, source in zip(_rows(i, num_generations), _rows(j, num_generations), strict=True):
-                    column[row] = fresh[source]
-    for group in refilled.without_signal:
-        for row in _rows(group, num_generations):
-            table["advantages"][row] = 0.0
-
-
-def _columns(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[deque[Any], deque[Any]]]:
-    for name, column in before.items():
-        if isinstance(column, Mapping):
-            yield from _columns(column, after[name])
-        else:
-            yield column, after[name]
 
 
 def _pad(x: torch.Tensor, width: int, left: bool, value: int) -> torch.Tensor:

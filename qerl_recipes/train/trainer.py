@@ -288,8 +288,6 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
             rank=accelerator.process_index,
             ranks=accelerator.num_processes,
         )
-        if self.log_completions:
-            dynamic_sampling.update_table(self._logs, refilled, self.num_generations)
         extra = torch.tensor([self.vllm_generation.tokens - tokens_before], device=accelerator.device)
         counts = {**refilled.counts, "extra_tokens": int(accelerator.gather(extra).sum())}
         for name, count in counts.items():
@@ -298,13 +296,13 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         return {**refilled.batch, "num_items_in_batch": items}
 
     def _score_fresh(self, rows: Sequence[int]) -> dynamic_sampling.Scored:
-        """Return scored completions of these rows without a trace in TRL's metrics, which would be biased by them."""
+        """Return scored completions of these rows, with no trace in TRL's metrics and table: they would bias them."""
         inputs = [dict(self.train_dataset[row]) for row in rows for _ in range(self.num_generations)]
         logged, table = self._metrics["train"], self._logs
         self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(table)
         try:
             batch = self.score(inputs)
-            return dynamic_sampling.Scored(batch, self.judged, self._logs)
+            return dynamic_sampling.Scored(batch, self.judged)
         finally:
             self._metrics["train"], self._logs = logged, table
 

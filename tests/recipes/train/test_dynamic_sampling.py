@@ -1,19 +1,14 @@
-from collections import deque
-
 import pandas as pd
 import pytest
 import torch
 
 from qerl_recipes.train.dynamic_sampling import (
     PromptStream,
-    Refilled,
-    Replaced,
     Scored,
     informative_groups,
     judged_by,
     refill,
     replace_groups,
-    update_table,
 )
 
 
@@ -88,29 +83,6 @@ def test_an_entry_that_is_not_known_is_refused():
         replace_groups({**batch(2, 1, 1, 0), "pixel_values": torch.zeros(1)}, batch(2, 1, 1, 0), [(0, 0)], 2, 0)
 
 
-def test_the_table_has_the_completions_trained_on():
-    """Compare with a table worked out by hand for three groups of two.
-
-    The second group is replaced by the second of two fresh ones; the first is left over.
-    """
-    before = {
-        "prompt": deque("aabbcc"),
-        "advantages": deque([0.5] * 6),
-        "rewards": {"known": deque([1, 1, 2, 2, 3, 3]), "late": deque(), "short": deque("wxyz")},
-    }
-    after = {
-        "prompt": deque("aabbccddee"),
-        "advantages": deque([0.5] * 6 + [1.0, 2.0, 3.0, 4.0]),
-        "rewards": {"known": deque([1, 1, 2, 2, 3, 3, 4, 5, 6, 7]), "late": deque([7, 8, 9, 10]), "short": deque("vv")},
-    }
-    update_table(before, Refilled({}, {}, [Replaced([(1, 1)], 2, after)], [0]), 2)
-    assert list(before["prompt"]) == ["a", "a", "e", "e", "c", "c"]
-    assert list(before["advantages"]) == [0, 0, 3, 4, 0.5, 0.5]
-    rewards = {name: list(column) for name, column in before["rewards"].items()}
-    # Columns that a reward has not filled, before or for the fresh groups, stay as they are.
-    assert rewards == {"known": [1, 1, 6, 7, 3, 3], "late": [], "short": ["w", "x", "y", "z"]}
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_process_fills_its_own_groups_of_those_left_over(rank):
     """Check four groups of two on two processes.
@@ -125,7 +97,6 @@ def test_each_process_fills_its_own_groups_of_those_left_over(rank):
     assert refilled.batch["advantages"].tolist() == [0.5 * teaches for teaches in rows]
     assert refilled.batch["completion_mask"].tolist() == [[int(teaches)] * 3 for teaches in rows]
     assert refilled.counts == {"accepted_groups": 1, "dropped_groups": 3, "filled_groups": 3, "rounds": 0}
-    assert (refilled.without_signal, refilled.rounds) == ([0, 2, 3], [])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -140,7 +111,7 @@ def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
     def score(rows):
         scored.append(rows)
         values = [[5.0, 5.0, 6.0, 6.0, 0.0, 1.0, 0.0, 9.0], [0.0, 1.0, 3.0, 3.0]][len(scored) - 1]
-        return Scored(batch(2 * len(rows), 2, 3, 100 * len(scored) + 20 * rank), torch.tensor(values), {})
+        return Scored(batch(2 * len(rows), 2, 3, 100 * len(scored) + 20 * rank), torch.tensor(values))
 
     def gather(sent):
         """Return the batches of both processes; the other process's differs from ours in its first entry alone."""
@@ -151,8 +122,6 @@ def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
     refilled = refill(ours, judged, stream, score, gather, **limits)
     drawn = PromptStream(9, 0).take(5)
     assert scored == ([drawn[:2], drawn[3:4]] if rank == 0 else [[drawn[2], drawn[2]], drawn[4:5]])
-    assert [(one.pairs, one.fresh_groups) for one in refilled.rounds] == [([(0, 2)], 4), ([(2, 0)], 2)]
-    assert refilled.without_signal == [3]
     expected = [120, 121, 12, 13] if rank == 0 else [200, 201, 0, 0]
     assert refilled.batch["advantages"].tolist() == expected
     assert refilled.counts == {"accepted_groups": 3, "dropped_groups": 3, "filled_groups": 1, "rounds": 2}
@@ -194,8 +163,8 @@ def test_groups_with_equal_rewards_are_replaced(make_trainer, make_nvfp4, read_m
             assert [count > 0 for count in tokens.tolist()] == informative
         assert items == tokens.sum()
         table = pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_{record['step']:05d}.parquet")
-        logged = sorted(zip(table["prompt"], table["advantage"], strict=True))
-        assert logged == [(text, pytest.approx(a)) for text, a in sorted(zip(texts, advantages.tolist(), strict=True))]
+        first = [int(prompt[0]) >= 5 for prompt in table["prompt"]]
+        assert len(first) == 8 and sum(first) == 8 - 4 * record["dropped_groups"], "the table has what was drawn first"
     assert trainer.recorded_state().stream == trainer.stream.position > 0
 
 
@@ -220,14 +189,12 @@ def tags(completions, **columns):
 def test_a_group_is_replaced_by_the_reward_that_the_recipe_names(
     settings, dropped, make_trainer, make_nvfp4, read_metrics
 ):
-    once = {"dynamic_sampling_max_rounds": 1, "max_steps": 1, "log_completions": True}
+    once = {"dynamic_sampling_max_rounds": 1, "max_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), [accuracy, tags], dynamic_sampling=True, **once, **settings)
     trainer.train()
     (record,) = read_metrics(trainer)
     assert (record["dropped_groups"], record["filled_groups"]) == (dropped, dropped)
     assert (record["grad_norm"] > 0) == (dropped == 0)
-    table = pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_00001.parquet")
-    assert (table["advantage"] == 0).all() == (dropped == 2)  # the table has the advantages of the loss
 
 
 def only_the_second_group_differs(completions, **columns):
