@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from qerl_recipes.evaluate.as_trained import (
     acting,
@@ -324,10 +323,8 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
 
 
 def _print(result: Mapping[str, Any], output: Path) -> None:
-    """Print the accuracies, one problem of each task of episodes, and where everything was written."""
+    """Print the accuracies, and where everything was written."""
     Console().print(table(result))
-    for name, problem in result["shown"].items():
-        Console().print(_columns(name, problem))
     lines = [
         f"{task} is what the adapter was trained on, whole or in part: these are no unseen problems"
         for task in result["of_training"]
@@ -357,16 +354,6 @@ def table(result: Mapping[str, Any]) -> Table:
                 view.add_row(f"  {name}{k}", *values, "", "", ended)
         for name, values in episode_rows(arms):
             view.add_row(f"  {name}", *values)
-    return view
-
-
-def _columns(task: str, problem: Mapping[str, Any]) -> Table:
-    """Return the episodes of one problem as a table for the terminal, one policy beside the other."""
-    view = Table(title=f"{task}, problem {problem['problem']}", show_lines=True)
-    for label, episode in problem["episodes"].items():
-        view.add_column(f"{label}, reward {episode['reward']}{', cut' if episode['cut'] else ''}", overflow="fold")
-    for row in itertools.zip_longest(*(episode["turns"] for episode in problem["episodes"].values())):
-        view.add_row(*(Text("" if turn is None else f"{turn[0]}: {turn[1]}") for turn in row))
     return view
 
 

@@ -60,22 +60,17 @@ OVERRIDES = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of |delta| in nats: mean, 99th percentile, maximum, and ``kl``, the mean of exp(delta) - 1 - delta.
-
-    Source: J. Schulman, Approximating KL divergence (2020), estimator k3.
-    """
+    """The size of |delta| in nats: mean, 99th percentile and maximum."""
 
     mean: float
     p99: float
     largest: float
-    kl: float
 
     @staticmethod
     def of(delta: torch.Tensor) -> "Sizes":
         """Compute the sizes of ``delta: (tokens,)``."""
-        size, signed = delta.abs().double(), delta.double()
-        values = (size.mean(), size.quantile(0.99), size.max(), (signed.expm1() - signed).mean())
-        return Sizes(*map(float, values))
+        size = delta.abs().double()
+        return Sizes(float(size.mean()), float(size.quantile(0.99)), float(size.max()))
 
 
 @dataclass(frozen=True)
@@ -324,11 +319,11 @@ def table(result: Mismatch, title: str) -> Table:
         title=f"{title}, {result.tokens} tokens", title_justify="left", box=box.SIMPLE, show_edge=False, padding=0
     )
     view.add_column("parts on", overflow="fold")
-    for column in ("mean\n|delta|", "p99", "max", "KL, k3", "it adds:\nmean", "p99", "max", "engine /\ntrainer"):
+    for column in ("mean\n|delta|", "p99", "max", "it adds:\nmean", "p99", "max", "engine /\ntrainer"):
         view.add_column(column, justify="right", overflow="fold")
     for i, part in enumerate(result.parts):
         stage, added = part.stage, part.added
-        numbers = [stage.mean, stage.p99, stage.largest, stage.kl, added.mean, added.p99, added.largest]
+        numbers = [stage.mean, stage.p99, stage.largest, added.mean, added.p99, added.largest]
         ratio = "" if part.ratio is None else f"{part.ratio:.4f} ± {part.ratio_error:.4f}"
         view.add_row(("+ " if i else "") + part.name, *(f"{number:.3g}" for number in numbers), ratio)
     return view
@@ -338,8 +333,7 @@ def _reading(result: Mismatch, training: GRPOConfig) -> str:
     """Explain what the rows measure in this run, and which differences are in them on purpose."""
     lines = [
         "delta: log p of the trainer minus that of the engine, in nats, on tokens that the engine has sampled. A row "
-        "has its part and those above it on. KL is of the engine from the trainer in the last row; above it the tokens "
-        "are of another policy than the row's.",
+        "has its part and those above it on.",
         "weights: the base alone, one pass, temperature 1; adapter: with trained norms, if any;",
     ]
     noise, mode = f"sigma {result.sigma:g}", str(training.noise_mode)

@@ -5,7 +5,6 @@ takes the first ones.
 """
 
 import functools
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +32,6 @@ class TurnsTrainer(GRPOTrainer):
     vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
     _episodes: Sequence[Episode] = ()  # of the last batch
     _tool_masks: Sequence[Sequence[int]] | None = None  # of the same: 1 where the policy sampled the token
-    _has_told_room = False
     _tool_seconds = 0.0  # of this process in tools, since the trainer last set it to 0
 
     @property
@@ -78,33 +76,6 @@ class TurnsTrainer(GRPOTrainer):
             pools = self._environment_pool if self.environment_factories is not None else {}
             for environment in (one for pool in pools.values() for one in pool):
                 rest(environment)
-
-    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        ids, *others = super()._tokenize_prompts(prompts)
-        if self.environments:
-            self._check_room(max(map(len, ids)))
-        return ids, *others
-
-    def _check_room(self, longest: int) -> None:
-        """Raise ValueError if a prompt of ``longest`` tokens leaves no room; warn once if it leaves too little.
-
-        How much text an environment adds is not known before its episodes begin.
-        """
-        engine = self.vllm_generation
-        assert isinstance(engine, TakesTurns)
-        room = engine.longest - longest
-        if room >= self.max_completion_length or (room >= 1 and self._has_told_room):
-            return
-        what = f"completions are cut off before max_completion_length ({self.max_completion_length})"
-        text = (
-            f"with the text that reset of the environment adds, a prompt has {longest} tokens of the {engine.longest} "
-            f"of a sequence: {what if room >= 1 else 'there is no room for an answer'}; let reset add less, or raise "
-            "vllm_max_model_length, and --max-model-len of a server"
-        )
-        if room < 1:
-            raise ValueError(text)
-        self._has_told_room = True
-        warnings.warn(text, stacklevel=2)
 
     @functools.cached_property
     def _player(self) -> Player:

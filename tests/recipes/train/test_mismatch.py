@@ -67,13 +67,6 @@ def rows(found):
 def test_sizes_of_known_differences():
     found = Sizes.of(torch.tensor([0.5, -0.5, 0.0, 1.0]))
     assert found.mean == pytest.approx(0.5) and found.largest == 1.0 and 0.97 < found.p99 < 1.0
-    of_each = [torch.tensor(x).exp().item() - 1 - x for x in (0.5, -0.5, 0.0, 1.0)]
-    assert found.kl == pytest.approx(sum(of_each) / 4)
-    # Compare the estimator with the KL of two distributions, on samples of the first.
-    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.6, 0.25, 0.15])
-    drawn = torch.multinomial(p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    kl = float((p * (p / q).log()).sum())
-    assert Sizes.of((q / p).log()[drawn]).kl == pytest.approx(kl, rel=0.03)
 
 
 def test_the_ratio_and_its_error_are_those_of_many_draws():
@@ -129,7 +122,7 @@ def test_an_error_of_the_adapters_scale_is_in_its_row(measure, monkeypatch):
     assert wrong["adapter"].added.mean > 20 * max(right["adapter"].added.mean, wrong["sampling"].added.mean)
     assert wrong["adapter"].added.mean > 2 * wrong["noise"].added.mean  # noise acts differently on a wrong policy
     assert wrong["adapter"].ratio == pytest.approx(1.01, abs=2e-3)
-    assert wrong["sampling"].stage.kl > 100 * right["sampling"].stage.kl
+    assert wrong["sampling"].stage.mean > 10 * right["sampling"].stage.mean
 
 
 def test_noise_and_a_cut_distribution_are_in_their_rows(measure, monkeypatch):
