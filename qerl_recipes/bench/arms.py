@@ -7,12 +7,10 @@ that they run calls ``answer``. Requests, orders and answers are JSON, a line ea
 import contextlib
 import json
 import os
-import queue
 import secrets
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,34 +114,26 @@ def answer(begin: Callable[[Figures, Figures], Callable[[Figures, Figures], None
     order, with the same arguments, or None where there is nothing more to do. If work fails, the reason is sent with
     what was filled in.
 
-    Waiting for an order takes no processor time. SIGTERM ends this process whatever it does, and so does the end of its
-    input, which comes with the end of the process that asks. What libraries print goes to the standard error.
+    SIGTERM ends this process, and comes with the end of the process that asks (``processes.start``). What libraries
+    print goes to the standard error.
     """
-    orders: queue.SimpleQueue[Figures] = queue.SimpleQueue()
-    # not the standard input itself: processes forked off close that one, and would wait for the thread that reads it
-    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    # not the standard input itself, which processes forked off may read or close
+    orders = os.fdopen(os.dup(0), encoding="utf-8")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-
-    def listen() -> None:
-        for line in lines:
-            orders.put(json.loads(line))
-        # the alarm ends this process even inside a library that does not come back to Python
-        signal.alarm(int(processes.PATIENCE))
-        os.kill(os.getpid(), signal.SIGTERM)
-
     # as ``ended_cleanly`` leaves it: a second one would cut the engine's own way out, on which it ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with ended_cleanly(), os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
         os.dup2(2, 1)  # what libraries print goes to the standard error
-        threading.Thread(target=listen, daemon=True).start()
         figures: Figures = {}
         try:
             carry_out = begin(json.loads(sys.argv[1]), figures)
             print(json.dumps(figures), file=messages, flush=True)
-            while carry_out is not None:
-                order, figures = orders.get(), {}
-                carry_out(order, figures)
+            if carry_out is None:
+                return
+            for order in orders:
+                figures = {}
+                carry_out(json.loads(order), figures)
                 print(json.dumps(figures), file=messages, flush=True)
         except Exception as error:
             figures["failed"] = f"{type(error).__name__}: {error}"

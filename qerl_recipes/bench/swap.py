@@ -2,8 +2,7 @@
 
 Weights and adapter are random and of the real shapes, so nothing is downloaded. The adapter is in fp32, as it is
 trained. Before each change prompts have filled a part of the prefix cache, which the change empties; a server's cache
-is empty. Engines elsewhere and servers have the plugin's scheduler, as its README tells their users. For an engine in
-this process it is measured as well how long vLLM itself takes to empty the cache, block by block.
+is empty. Engines elsewhere and servers have the plugin's scheduler, as its README tells their users.
 """
 
 import functools
@@ -84,12 +83,7 @@ def _line(figures: Figures) -> str:
         ms = {key: 1e3 * figures[what][key] for key in ("median", "least", "most")}
         each = ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in figures[what]["parts"].items())
         parts.append(f"{what} {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}: {each})")
-    text = ", ".join(parts)
-    text += f", of {figures['bytes'] / 1e6:.0f} MB"
-    if figures["prefix_cache"] is None:
-        return text
-    emptied = 1e3 * figures["prefix_cache"]["median"]
-    return f"{text}; vLLM alone empties {figures['blocks']} blocks in {emptied:.1f} ms"
+    return f"{', '.join(parts)}, of {figures['bytes'] / 1e6:.0f} MB"
 
 
 def measure(request: Figures, figures: Figures) -> None:
@@ -111,18 +105,14 @@ def measure(request: Figures, figures: Figures) -> None:
     # nothing is generated: graphs would only take time
     options = {**engine_options("qerl_nvfp4", rank, config), "enforce_eager": True, "enable_prefix_caching": True}
     options["tensor_parallel_size"] = request["tensor_parallel"]
-    is_here = request["kind"] == "here"
-    if not is_here:
+    if request["kind"] != "here":
         options["scheduler_cls"] = scheduler.NAME
     llm = random_model.start(config, length=LENGTH, sequences=SEQUENCES, **options)
     fill = functools.partial(_fill, llm, config["vocab_size"])
     for name in request["transports"]:
         device = "cuda" if has_gpu and name != "shared" else "cpu"
-        figures[name] = {
-            **_changes(Policy(llm, transport=name), tensors, adapter_config, device, lambda policy: policy.parts, fill),
-            "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
-            "prefix_cache": _spread(llm.reset_prefix_cache, dict, fill) if is_here else None,
-        }
+        policy = Policy(llm, transport=name)
+        figures[name] = _changes(policy, tensors, adapter_config, device, lambda policy: policy.parts, fill)
 
 
 def _measure_server(
@@ -145,8 +135,9 @@ def _measure_server(
                 if device == "cuda" and not has_gpu:
                     continue
                 client = PolicyClient(server.url, token, transport=transport)
-                changes = _changes(client, tensors, adapter_config, device, lambda client: client.answered["parts"])
-                figures[name] = {**changes, "prefix_cache": None}
+                figures[name] = _changes(
+                    client, tensors, adapter_config, device, lambda client: client.answered["parts"]
+                )
 
 
 def _fill(llm: Any, vocabulary: int) -> None:

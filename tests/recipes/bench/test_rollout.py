@@ -359,7 +359,7 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
 def test_a_swap_is_measured_with_its_parts(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap, "REPEATS", 3)
     (found,) = swap.run("tiny", rank=16)["ways"].values()
-    for what in ("swap", "noise", "prefix_cache"):
+    for what in ("swap", "noise"):
         assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]
     for what, inside in (("swap", {"pack", "receive", "check", "free"}), ("noise", set())):
         parts = found[what]["parts"]
@@ -368,7 +368,7 @@ def test_a_swap_is_measured_with_its_parts(in_this_process: None, monkeypatch: p
         # the parts are in seconds, too
         assert 0.5 * found[what]["least"] < sum(parts.values()) < 1.5 * found[what]["most"]
     values = sum(tensor.numel() for tensor in random_model.adapter(config_json("tiny"), 16)[0].values())
-    assert found["blocks"] > 0 and found["tensors"] == "cpu" and found["bytes"] == 4 * values
+    assert found["tensors"] == "cpu" and found["bytes"] == 4 * values
 
 
 @pytest.mark.slow
