@@ -189,25 +189,13 @@ def scale(
     lengths: Annotated[
         str, typer.Option(metavar="FILE|lognormal:MEAN,SIGMA,MAX", help="tokens out, as for `qerl bench rollout`")
     ] = "lognormal",
-    prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 256,
-    max_num_seqs: Annotated[int, typer.Option(help="sequences that an engine decodes at a time")] = 64,
     bandwidth_gb: Annotated[float, typer.Option(help="GB/s of a GPU to the next, for the all-reduce")] = 50,
-    latency_us: Annotated[float, typer.Option(help="microseconds of each hop")] = 10,
     output: Output = None,
 ) -> None:
     """Compute a step on 1 to 512 GPUs, and an adapter's way to as many servers, from measured parts (checkout)."""
     from qerl_recipes.bench.scaling import run
 
-    run(
-        shape,
-        completions=completions,
-        lengths=lengths,
-        prompt=prompt,
-        at_a_time=max_num_seqs,
-        bandwidth_gb=bandwidth_gb,
-        latency_us=latency_us,
-        output=output,
-    )
+    run(shape, completions=completions, lengths=lengths, bandwidth_gb=bandwidth_gb, output=output)
 
 
 @bench.command()

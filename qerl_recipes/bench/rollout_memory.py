@@ -9,7 +9,7 @@ from typing import Any
 from qerl_recipes.bench.arms import Figures
 from qerl_recipes.bench.engines import FP8, options
 from qerl_recipes.bench.rollout_arm import Case, longest, most_sequences, prefill
-from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, installed_gpu, used_bytes
+from qerl_recipes.machine.gpu import GB, gigabytes, installed_gpu, used_bytes
 from qerl_recipes.memory import estimates, sizes
 from qerl_recipes.memory.sizes import ModelSize, measure
 from qerl_recipes.recipe.shapes import config_json
@@ -23,8 +23,7 @@ ALLOWANCE = 3 * GB  # of an engine on each GPU: CUDA's context, NCCL, workspaces
 # it. Whether all engines fit is known before.
 LEAST_SHARE = 0.01
 BLOCK = 16  # tokens of vLLM's blocks on a GPU
-LARGE_GPU = 70 * 2**30  # from here on vLLM computes more tokens at once
-TOKENS_AT_ONCE = {True: 16384, False: 8192}  # vLLM's max_num_batched_tokens by that
+TOKENS_AT_ONCE = 16384  # vLLM's max_num_batched_tokens, on a GPU of 70 GiB or more; half of it on a smaller one
 
 
 def plan(shape: str, requests: Mapping[str, Figures], cases: Sequence[Case]) -> dict[str, Figures]:
@@ -36,7 +35,7 @@ def plan(shape: str, requests: Mapping[str, Figures], cases: Sequence[Case]) -> 
     gpu, size = installed_gpu(), measure(config_json(shape))
     if gpu is None:
         return {name: {} for name in requests}
-    parts = {name: _parts(size, gpu, request, cases) for name, request in requests.items()}
+    parts = {name: _parts(size, request, cases) for name, request in requests.items()}
     needed = {name: sum(bytes_of.values()) for name, bytes_of in parts.items()}
     free, total = gpu.memory - used_bytes(), sum(needed.values())
     if total > free:
@@ -65,7 +64,7 @@ def _cache(size: ModelSize, request: Mapping[str, Any], cases: Sequence[Case]) -
     return int(MARGIN * tokens * estimates.cache_of_a_token(size, request["tensor_parallel"], itemsize))
 
 
-def _parts(size: ModelSize, gpu: Gpu, request: Mapping[str, Any], cases: Sequence[Case]) -> dict[str, int]:
+def _parts(size: ModelSize, request: Mapping[str, Any], cases: Sequence[Case]) -> dict[str, int]:
     """Return the bytes on each GPU of one arm's engine, by what they are for."""
     arm, rank = request["arm"], request["rank"]
     chosen = options(arm, rank, config_json(request["shape"]))
@@ -84,7 +83,7 @@ def _parts(size: ModelSize, gpu: Gpu, request: Mapping[str, Any], cases: Sequenc
     if "max_lora_rank" in chosen:
         weights += sizes.adapter_slots(size, chosen["max_lora_rank"], ITEMSIZE)
     sequences = most_sequences(cases)
-    tokens = request["engine"].get("max_num_batched_tokens") or TOKENS_AT_ONCE[gpu.memory >= LARGE_GPU]
+    tokens = request["engine"].get("max_num_batched_tokens") or TOKENS_AT_ONCE
     scratch = estimates.engine_scratch(
         size, sequences, expands=kind != "bf16", itemsize=ITEMSIZE, tokens=min(tokens, sequences * longest(cases))
     )

@@ -30,6 +30,8 @@ FILES = {
 }
 SCALED = {"72B": "32B"}  # shape -> the one whose times are multiplied by the ratio of parameters
 GPUS = tuple(2**power for power in range(10))
+# tokens of a prompt, sequences that an engine decodes at a time, and seconds of each hop of the all-reduce
+PROMPT, AT_A_TIME, LATENCY = 256, 64, 10e-6
 ROLLOUTS = 16  # drawn, of whose slowest engines the mean is taken
 POOR = 1.2  # twice the GPUs that make a step less than this much faster are not worth it
 
@@ -151,27 +153,21 @@ def run(
     *,
     completions: int = 1024,
     lengths: str = uneven.DEFAULT,
-    prompt: int = 256,
-    at_a_time: int = 64,
     bandwidth_gb: float = 50.0,
-    latency_us: float = 10.0,
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Compute a step on each number of GPUs, print the table with its assumptions, and write it to ``output``.
 
     Raises ValueError for numbers that make no step, and as ``measured`` and ``lengths.draw`` do.
     """
-    least = {"completions": completions, "prompt": prompt, "max_num_seqs": at_a_time, "bandwidth_gb": bandwidth_gb}
-    for name, value in least.items():
+    for name, value in {"completions": completions, "bandwidth_gb": bandwidth_gb}.items():
         if value <= 0:
             raise ValueError(f"{name} is {value}, and must be above 0")
-    if latency_us < 0:
-        raise ValueError(f"latency_us is {latency_us}, and must be at least 0")
     parts = measured(shape)
     drawn = uneven.draw(lengths, ROLLOUTS * completions)
     rollouts = [drawn[first : first + completions] for first in range(0, len(drawn), completions)]
-    setting: dict[str, Any] = {"prompt": prompt, "at_a_time": at_a_time}
-    setting |= {"bandwidth": bandwidth_gb * 1e9, "latency": latency_us / 1e6}
+    setting: dict[str, Any] = {"prompt": PROMPT, "at_a_time": AT_A_TIME}
+    setting |= {"bandwidth": bandwidth_gb * 1e9, "latency": LATENCY}
     rows = {gpus: step(parts, rollouts, gpus, **setting) for gpus in GPUS if gpus <= completions}
     result = {"shape": shape, "completions": completions, "lengths": lengths, **setting, **conditions(), "gpus": rows}
     save(result, output)
@@ -195,21 +191,19 @@ def _print(result: Mapping[str, Any], parts: Parts) -> None:
     cells = [
         [
             f"{gpus}",
-            f"{result['completions'] // gpus}",
             f"{row['rollout']:.2f}",
             f"{row['waiting']:.0%}",
             f"{row['training']:.2f}",
             f"{1e3 * row['all_reduce']:.1f}",
             f"{row['step']:.2f}",
             f"{alone / row['step']:.2f}x",
-            f"{alone / row['step'] / gpus:.0%}",
             f"{row['one_by_one']:.2f}",
             f"{row['tree']:.2f}",
         ]
         for gpus, row in rows.items()
     ]
-    columns = ["GPUs", "completions\neach", "rollout, s", "engines\nwait", "training, s", "all-reduce\nms", "step, s"]
-    columns += ["to one\nGPU", "of ideal", "N servers:\none by one, s", "as a\ntree, s"]
+    columns = ["GPUs", "rollout, s", "engines\nwait", "training, s", "all-reduce\nms", "step, s"]
+    columns += ["to one\nGPU", "N servers:\none by one, s", "as a\ntree, s"]
     title = f"{shape}, {result['completions']} completions a step, lengths {result['lengths']}: computed, not run"
     console = Console(width=160)
     console.print(table(title, columns, cells))

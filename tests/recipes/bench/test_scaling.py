@@ -86,13 +86,18 @@ def called(*arguments: str) -> str:
 
 
 def test_the_command_prints_each_number_of_gpus_with_its_assumptions(tmp_path: Path) -> None:
-    wanted = ("--completions", "8", "--prompt", "7", "--max-num-seqs", "3", "--bandwidth-gb", "25", "--latency-us", "5")
+    wanted = ("--completions", "8", "--bandwidth-gb", "25")
     text = called(*wanted, "--lengths", "lognormal:20,0.5,40", "--output", str(tmp_path / "out.json"))
-    for said in ("25 GB/s and 5 us a hop", "3 sequences at a time", "lengths lognormal:20,0.5,40", "computed, not run"):
+    for said in (
+        "25 GB/s and 10 us a hop",
+        "64 sequences at a time",
+        "lengths lognormal:20,0.5,40",
+        "computed, not run",
+    ):
         assert said in text
     saved = json.loads((tmp_path / "out.json").read_text())
     assert list(saved["gpus"]) == ["1", "2", "4", "8"], "no GPU is without a completion"
-    assert (saved["prompt"], saved["at_a_time"], saved["bandwidth"], saved["latency"]) == (7, 3, 25e9, 5e-6)
+    assert (saved["completions"], saved["bandwidth"]) == (8, 25e9)
     assert "by the parameters of 72B" in called("--shape", "72B", "--completions", "2")
 
 
@@ -102,7 +107,6 @@ def test_the_command_prints_each_number_of_gpus_with_its_assumptions(tmp_path: P
         (["--shape", "14B"], "shape '14B' has no measured parts; known: 7B, 32B, 72B"),
         (["--completions", "0"], "completions is 0, and must be above 0"),
         (["--bandwidth-gb", "0"], "bandwidth_gb is 0.0"),
-        (["--latency-us", "-1"], "latency_us is -1.0"),
         (["--lengths", "1024"], "--lengths is '1024'"),
     ],
 )
