@@ -39,7 +39,6 @@ DESCRIPTION = (
     "Every key of a recipe is also a flag, which wins over the recipe. "
     "A recipe's keys win over those of the recipe that its key extends names."
 )
-OWNERS = {"QeRL": "QeRL"} | {name: f"TRL's {name}" for name in ("GRPOConfig", "ModelConfig", "ScriptArguments")}
 MOST_CHOICES = 8  # the help omits longer lists: transformers has fifty optimizers
 SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?]\s+(?=[A-Z`(])")
 
@@ -302,7 +301,7 @@ def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[st
 
 
 def help_text(parser: RecipeParser) -> str:
-    """Format the help of a parser, with its defaults: QeRL's keys by topic, then TRL's, then the refused ones."""
+    """Format the help of a parser, with its defaults: the keys by topic, then the refused ones."""
     actions = {action.dest: action for action in reversed(parser._actions)}  # --key, not --no_key
     page = argparse.ArgumentParser(
         usage=USAGE,
@@ -310,15 +309,8 @@ def help_text(parser: RecipeParser) -> str:
         add_help=False,
         formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=34),
     )
-    owners: dict[str, str] = {}
-    for dataclass in parser.dataclass_types:
-        theirs = {field.name for field in dataclasses.fields(dataclass.__base__)}  # QeRL's keys are those that we add
-        names = (field.name for field in dataclasses.fields(dataclass))
-        owners |= {name: dataclass.__name__ if name in theirs else "QeRL" for name in names}
-    for owner, name in OWNERS.items():
-        for topic, keys in TOPICS.items():
-            if own := [actions[key] for key in keys if owners.get(key) == owner]:
-                _add(page, f"{name}, {topic}", own)
+    for topic, keys in TOPICS.items():
+        _add(page, topic, [actions[key] for key in keys])
     _add(page, "accepted with their default, and what to do instead of another", [actions[key] for key in REFUSED])
     return page.format_help()
 

@@ -80,7 +80,7 @@ class _Remote:
 
     def __init__(self, start: Callable[[], "Process"]) -> None:
         self._start, self._process = start, start()
-        self._lost, self._losses, self._is_at_rest = "", 0, False
+        self._lost, self._losses = "", 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -90,8 +90,6 @@ class _Remote:
     def _called(self, name: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
         request = {"name": name, "arguments": arguments}
         if name == "reset":
-            if self._is_at_rest:
-                self._process, self._is_at_rest = self._start(), False
             self._lost = ""
             with contextlib.suppress(EnvironmentLost):
                 return self._ask(request, seconds)
@@ -129,13 +127,6 @@ class _Remote:
                 raise ValueError(f"environment {type(self).__name__}: {name} failed ({answer['error']})")
             raise RuntimeError(answer["error"])
         return answer["value"]
-
-
-def rest(environment: Any) -> None:
-    """End the process of an environment whose episode is over; its next ``reset`` starts another."""
-    if isinstance(environment, _Remote):
-        environment._process.end()
-        environment._is_at_rest = True
 
 
 def take_losses(environment: Any) -> int | None:

@@ -18,7 +18,7 @@ from trl.extras.profiling import profiling_context
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import Episode, Player, for_trl, in_one_type
 from qerl_recipes.rollout.interface import RolloutEngine, TakesTurns
-from qerl_recipes.tasks.environment_process import rest, take_losses
+from qerl_recipes.tasks.environment_process import take_losses
 from qerl_recipes.tasks.environments import Starts
 from qerl_recipes.train import loss, metrics
 
@@ -67,15 +67,6 @@ class TurnsTrainer(GRPOTrainer):
             lost = self.accelerator.gather(torch.tensor(losses, device=self.accelerator.device))
             self._metrics["train" if self.model.training else "eval"][metrics.LOST].append(lost.float().mean().item())
         return scored
-
-    def train(self, *given: Any, **named: Any) -> Any:
-        """Train as TRL does, and end the processes of environments; garbage collection might take its time."""
-        try:
-            return super().train(*given, **named)
-        finally:
-            pools = self._environment_pool if self.environment_factories is not None else {}
-            for environment in (one for pool in pools.values() for one in pool):
-                rest(environment)
 
     @functools.cached_property
     def _player(self) -> Player:

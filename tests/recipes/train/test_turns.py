@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import calling
 import pandas as pd
-import psutil
 import pytest
 import scripted_rollouts
 import torch
@@ -24,7 +23,7 @@ from trl import GRPOTrainer
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.rollout import episodes
 from qerl_recipes.rollout.interface import TakesTurns
-from qerl_recipes.tasks.environment_process import in_its_own_interpreter, take_losses
+from qerl_recipes.tasks.environment_process import in_its_own_interpreter
 from qerl_recipes.tasks.rewards import FACTORIES
 from qerl_recipes.train import loss
 from qerl_recipes.train.turns import TurnsTrainer
@@ -378,21 +377,6 @@ def test_processes_lost_outside_of_tools_are_counted(train, tmp_path, monkeypatc
     walked = sum(len(one.turns) > 1 for one in trainer._episodes)
     assert 0 < walked < 8 and record["environments_lost"] == walked / 8
     assert record["rewards/Losing/mean"] == 1.0 and record["tool_failures"] == 0.0
-
-
-def test_an_environments_processes_end_with_its_training(train, tmp_path, monkeypatch):
-    (tmp_path / "losing.py").write_text(LOSING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    turns = {"environment_factory": in_its_own_interpreter(sys.executable, "losing.Losing", {}, 20.0)}
-
-    def living():
-        return [one for one in psutil.Process().children() if "losing.Losing" in one.cmdline()]
-
-    trainer, (record,) = train(in_turn("7<eos>"), turns, [], before=lambda trainer: living() or pytest.fail("none"))
-    assert not living() and record["environments_lost"] == 0.0
-    environments = trainer.environments
-    assert [one.reset() for one in environments] == [None] * 8 and len(living()) == 8, "they may be used again"
-    assert environments[0].move(steps=3) == "3" and take_losses(environments[0]) == 0
 
 
 def test_a_punishment_for_length_leaves_tools_tokens_out(train):
