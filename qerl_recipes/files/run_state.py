@@ -34,7 +34,7 @@ LEFT, TO_MOVE = "_left-", "to_move.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 ANOTHER_RUN = "To start a new run from its adapter instead, use adapter_name_or_path"
 # recipe keys that are not recorded; the address of a server is private
-SECRET = {"hub_token", "vllm_server_base_url", "vllm_server_host"}
+SECRET = {"hub_token", "vllm_server_base_url"}
 LENGTH = ("max_steps", "num_train_epochs")
 WITHOUT_END = ("constant", "constant_with_warmup")  # learning-rate schedules that do not depend on the last step
 # keys that may change when a run is resumed; every other honoured key must stay
@@ -52,7 +52,7 @@ MAY_CHANGE = {
     # only where and how fast the same is computed
     *("share_weights", "attn_implementation", "pack_tokens", "pad_to_multiple_of", "use_cpu", "tf32"),
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "recompute_layers", "torch_empty_cache_steps"),
-    *("vllm_mode", "vllm_server_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
+    *("vllm_mode", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
     *("vllm_kv_cache_memory_bytes", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
     *("full_determinism", "do_train", "environment_python"),
 }

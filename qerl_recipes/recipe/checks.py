@@ -34,8 +34,7 @@ WITHOUT_SCALE = "multiplies the adapter by 0, so that nothing would be trained"
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning rate
 
 API_KEY = "VLLM_API_KEY"  # environment variable, which the server reads too
-ADDRESS_KEYS = ("vllm_server_host", "vllm_server_port")
-SERVER_KEYS = ("vllm_server_base_url", *ADDRESS_KEYS, "vllm_server_timeout", "overlap")
+SERVER_KEYS = ("vllm_server_base_url", "vllm_server_timeout", "overlap")
 # keys of memory that an engine in the trainer's process takes -> what to set on a server instead
 ENGINE_KEYS = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
@@ -397,8 +396,7 @@ def server_problems(training: GRPOConfig) -> Iterator[str]:
         for key in SERVER_KEYS:
             if (value := getattr(training, key)) != _DEFAULTS[key]:
                 way_out = f"vllm_mode: {training.vllm_mode} has an engine of its own; use vllm_mode: {SERVER}"
-                shown_value = shown(value) if isinstance(value, str) else value
-                yield refused(key, Refusal((), f"{way_out}, or remove the key"), shown_value)
+                yield refused(key, Refusal((), f"{way_out}, or remove the key"), value)
         return
     if training.rollout_engine != _DEFAULTS["rollout_engine"]:
         yield f"vllm_mode: {SERVER} is a mode of rollout_engine: vllm, not of {training.rollout_engine}; remove one"
@@ -428,14 +426,7 @@ def server_problems(training: GRPOConfig) -> Iterator[str]:
 
 
 def _address_problems(training: GRPOConfig) -> Iterator[str]:
-    url = training.vllm_server_base_url
-    if url is None:
-        if not _is_address(assembled := training.server_address) or "@" in assembled:
-            yield (
-                f"vllm_server_host: {shown(training.vllm_server_host)!r} with vllm_server_port: "
-                f"{training.vllm_server_port} gives {shown(assembled)}, which is no address; a host is a name or a "
-                "number, such as gpu1 or ::1"
-            )
+    if (url := training.vllm_server_base_url) is None:
         return
     if not _is_address(url):
         yield (
@@ -447,9 +438,6 @@ def _address_problems(training: GRPOConfig) -> Iterator[str]:
             f"vllm_server_base_url names a user, who would be sent in place of the key of {API_KEY}; leave one of the "
             "two out"
         )
-    for key in ADDRESS_KEYS:
-        if (value := getattr(training, key)) != _DEFAULTS[key]:
-            yield f"{key}: {value} would be ignored beside vllm_server_base_url; remove one of the two"
 
 
 def _is_address(url: str) -> bool:

@@ -34,6 +34,7 @@ from qerl_vllm_plugin.wire.address import shown
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SERVER = "server"  # the value of vllm_mode with which rollouts come from a running server
+TRLS_SERVER = "http://0.0.0.0:8000"  # the server of a recipe that names none
 NOISE_MODES = ("none", "engine", "engine_is", "both")
 DEFAULT_NOISE_MODE = "both"  # if only sigmas are set; engine and trainer then differ as they do without noise
 # Source: the paper (arXiv 2510.11696), table 4.
@@ -292,10 +293,7 @@ class GRPOConfig(trl.GRPOConfig):
     @property
     def server_address(self) -> str:
         """Return the server's address without /v1, perhaps with user and password: do not show it."""
-        if (url := self.vllm_server_base_url) is not None:
-            return str(url.rstrip("/").removesuffix("/v1"))
-        host = self.vllm_server_host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.vllm_server_port}"  # IPv6 needs brackets
+        return str((self.vllm_server_base_url or TRLS_SERVER).rstrip("/").removesuffix("/v1"))
 
     def _fill_in_batches(self) -> "_Batches":
         """Fill in the batch sizes that TRL computes with, and return what the recipe says of them.

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qerl_vllm_plugin.wire.address import shown
+
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")  # the base-weight formats of a recipe
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's --max-lora-rank accepts
 WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
@@ -125,6 +127,10 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "transformers_continuous_batching_config": (None,),
         "use_transformers_paged": (False,),
     },
+    "the address of a server is one key; use vllm_server_base_url: http://HOST:PORT": {
+        "vllm_server_host": ("0.0.0.0",),
+        "vllm_server_port": (8000,),
+    },
     "the policy reads text only; remove the key": {"log_multimodal": (True,)},
     "the loss is computed from rewards, which read all columns of the data, and not from labels; remove the key": {
         "remove_unused_columns": (False,),
@@ -205,7 +211,7 @@ _HONOURED = {
     max_tool_calling_iterations max_tool_tokens max_tool_seconds
     """,
     "rollouts": """
-    rollout_engine vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout overlap
+    rollout_engine vllm_mode vllm_server_base_url vllm_server_timeout overlap
     vllm_speculative_config num_generations num_generations_eval max_completion_length generation_batch_size
     steps_per_generation temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
     pad_to_multiple_of vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization
@@ -270,7 +276,8 @@ def with_former_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refused(key: str, refusal: Refusal, value: Any) -> str:
-    """Return the line that refuses a value of a key."""
+    """Return the line that refuses a value of a key; an address shows neither user nor password."""
+    value = shown(value) if isinstance(value, str) else value
     return f"{key}: {value!r} cannot be honoured; {refusal.way_out}"
 
 
