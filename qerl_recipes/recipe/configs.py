@@ -80,8 +80,6 @@ class ScriptArguments(trl.ScriptArguments):
         "code, binary_code: where programs run. local is this machine, with limits that are no isolation.",
         choices=("e2b", "morph", "piston", "local"),
     )
-    e2b_router_url: str | None = key(None, "code_provider e2b: HOST:PORT of a router.")
-    morph_router_url: str | None = key(None, "code_provider morph: HOST:PORT of a router.")
     parallel_code_exec_per_proc: int = key(2, "code, binary_code: programs that run at a time, for each process.")
     tools: list[str] = key([], "Functions that completions may call, by name or by dotted path (my_package.multiply).")
     environments: dict | str | None = key(

@@ -59,6 +59,10 @@ WITHOUT_EFFECT = {
     ),
     "code_eval_scoring_mode": Refusal(("pass_fail", "partial", "weighted_sum"), OF_OPEN_R1),
     "code_eval_test_batch_size": Refusal(tuple(range(-1, 1001)), OF_OPEN_R1),
+    **dict.fromkeys(
+        ("e2b_router_url", "morph_router_url"),
+        Refusal((None,), "e2b and Morph are asked by their own clients; remove the key, or use code_provider: piston"),
+    ),
     "ioi_provider": Refusal(("piston", "morph"), OF_OPEN_R1),
     "callbacks": Refusal(([],), "push_to_hub: true with hub_strategy: every_save pushes each checkpoint to "
                          "hub_revision, without Open-R1's Slurm jobs; remove the key"),
@@ -203,8 +207,8 @@ _HONOURED = {
     "rewards": """
     reward_funcs reward_weights scale_rewards multi_objective_aggregation cosine_min_value_wrong
     cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
-    repetition_max_penalty code_language max_completion_len soft_punish_cache code_provider e2b_router_url
-    morph_router_url parallel_code_exec_per_proc
+    repetition_max_penalty code_language max_completion_len soft_punish_cache code_provider
+    parallel_code_exec_per_proc
     """,
     "tools and environments": """
     tools environments environment_kwargs environment_python rollout_func response_template

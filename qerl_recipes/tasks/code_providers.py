@@ -4,8 +4,7 @@
 A judge raises an exception where its provider fails, which says nothing about the program.
 
 * ``local`` runs each test here, in ``sandbox``.
-* ``e2b`` and ``morph`` get one script for a completion, with all its tests. They use their own clients, or Open-R1's
-  routers.
+* ``e2b`` and ``morph`` get one script for a completion, with all its tests, by their own clients.
 * ``piston`` gets a request for each test.
 """
 
@@ -145,13 +144,6 @@ def _needed(variable: str, provider: str) -> str:
 
 
 def _e2b(script: ScriptArguments) -> Judge:
-    if script.e2b_router_url is not None:
-
-        def main_result(answer: dict[str, Any]) -> Any:
-            results = (answer["execution"] or {}).get("results", [])
-            return next((result["text"] for result in results if result.get("is_main_result")), None)
-
-        return _routed(script.e2b_router_url, main_result)
     try:
         from e2b_code_interpreter import Sandbox
     except ImportError as error:
@@ -169,8 +161,6 @@ def _e2b(script: ScriptArguments) -> Judge:
 
 
 def _morph(script: ScriptArguments) -> Judge:
-    if script.morph_router_url is not None:
-        return _routed(script.morph_router_url, lambda answer: answer.get("text"))
     try:
         from morphcloud.api import MorphCloudClient
         from morphcloud.sandbox import Sandbox
@@ -187,20 +177,6 @@ def _morph(script: ScriptArguments) -> Judge:
         finally:
             machine.close()
             machine.shutdown()
-
-    return _elsewhere(result_of)
-
-
-def _routed(address: str, text_of_result: Callable[[dict[str, Any]], Any]) -> Judge:
-    """Return a judge behind one of Open-R1's routers, whose ``address`` is HOST:PORT."""
-    url = f"{address if '://' in address else f'http://{address}'}/execute_batch"
-
-    def result_of(tests: str) -> Any:
-        request = {"scripts": [tests], "languages": ["python"], "timeout": LIFETIME, "request_timeout": LIFETIME - 2}
-        (answer,) = post(url, request, 4 * LIFETIME)
-        if answer.get("exception_str"):
-            raise ProviderError(f"{address}: {answer['exception_str']}")
-        return text_of_result(answer)
 
     return _elsewhere(result_of)
 

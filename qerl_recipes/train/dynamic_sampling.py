@@ -92,13 +92,6 @@ class Scored(NamedTuple):
     judged: torch.Tensor
 
 
-class Refilled(NamedTuple):
-    """Hold this process's ``batch``, and the ``counts`` to log."""
-
-    batch: dict[str, Any]
-    counts: dict[str, int]
-
-
 def refill(
     batch: dict[str, Any],
     judged: torch.Tensor,
@@ -111,10 +104,10 @@ def refill(
     pad_token_id: int,
     rank: int = 0,
     ranks: int = 1,
-) -> Refilled:
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Replace the groups of ``batch`` without signal by fresh prompts of ``stream``, in at most ``max_rounds`` rounds.
 
-    ``judged`` covers all ``ranks`` processes. Groups are numbered rank after rank, so that fresh prompts do not depend
+    Returns this process's batch, and the counts to log. ``judged`` covers all ``ranks`` processes. Groups are numbered rank after rank, so that fresh prompts do not depend
     on the number of processes; each scores an equal share. ``gather_object`` is accelerate's.
     """
     groups = len(batch["advantages"]) // num_generations
@@ -142,7 +135,7 @@ def refill(
     if accepted:  # without any signal the loss is 0 whatever its divisor, so the masks may stay
         batch["completion_mask"][filled_rows] = 0
     counts = {"accepted_groups": accepted, "dropped_groups": dropped, "filled_groups": len(without_signal)}
-    return Refilled(batch, {**counts, "rounds": rounds})
+    return batch, {**counts, "rounds": rounds}
 
 
 def _without_signal(judged: torch.Tensor, num_generations: int) -> list[int]:

@@ -276,7 +276,7 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
     def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return ``batch`` with its groups without signal replaced, and log what that took."""
         accelerator, tokens_before = self.accelerator, self.vllm_generation.tokens
-        refilled = dynamic_sampling.refill(
+        refilled, counts = dynamic_sampling.refill(
             batch,
             self.judged,
             self.stream,
@@ -289,11 +289,11 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
             ranks=accelerator.num_processes,
         )
         extra = torch.tensor([self.vllm_generation.tokens - tokens_before], device=accelerator.device)
-        counts = {**refilled.counts, "extra_tokens": int(accelerator.gather(extra).sum())}
+        counts["extra_tokens"] = int(accelerator.gather(extra).sum())
         for name, count in counts.items():
             self._metrics["train"][f"dynamic_sampling/{name}"].append(count)
-        items = accelerator.gather(loss.mask_of(refilled.batch).sum()).sum()
-        return {**refilled.batch, "num_items_in_batch": items}
+        items = accelerator.gather(loss.mask_of(refilled).sum()).sum()
+        return {**refilled, "num_items_in_batch": items}
 
     def _score_fresh(self, rows: Sequence[int]) -> dynamic_sampling.Scored:
         """Return scored completions of these rows, with no trace in TRL's metrics and table: they would bias them."""

@@ -1,7 +1,7 @@
 """Test the rewards that run programs.
 
-e2b and morph are stand-ins for their clients, the routers and Piston a stand-in server: they run the scripts that they
-get in plain processes.
+e2b and morph are stand-ins for their clients, and Piston a stand-in server: they run the scripts that they get in
+plain processes.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def judged(name="code", programs=tuple(PROGRAMS), info=TESTS, passed=None, **set
 
 
 class Elsewhere(http.server.BaseHTTPRequestHandler):
-    """Run what the rewards send, as Piston and Open-R1's routers do, unless the server has answers or failures."""
+    """Run what the rewards send, as Piston does, unless the server has answers or failures."""
 
     def do_POST(self):
         self.server.requests.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
@@ -80,17 +80,6 @@ def run_as_piston(path, request):
     except subprocess.TimeoutExpired:
         return 200, {"run": {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}}
     return 200, {"run": {"stdout": ended.stdout, "stderr": ended.stderr, "code": ended.returncode, "signal": None}}
-
-
-def run_as_e2b_router(path, request):
-    assert path == "/execute_batch" and request["languages"] == ["python"]
-    result = {"text": evaluated(request["scripts"][0]), "is_main_result": True}
-    return 200, [{"execution": {"results": [{"text": "a plot"}, result]}, "exception_str": None}]
-
-
-def run_as_morph_router(path, request):
-    assert path == "/execute_batch" and request["languages"] == ["python"]
-    return 200, [{"text": evaluated(request["scripts"][0]), "exception_str": None}]
 
 
 @pytest.fixture
@@ -147,19 +136,17 @@ def clients(monkeypatch):
 
 
 def settings_of(provider, server):
-    """Return the recipe keys of a provider; a router is one whose name ends so."""
-    name, _, router = provider.partition(" ")
-    if name == "local":
+    """Return the recipe keys of a provider."""
+    if provider == "local":
         try:
             sandbox.kind()
         except sandbox.SandboxError as error:
             pytest.skip(str(error))
-    replies = {"e2b": run_as_e2b_router, "morph": run_as_morph_router, "piston": run_as_piston}
-    server.reply = replies.get(name)
-    return {"code_provider": name, **({f"{name}_router_url": server.address} if router else {})}
+    server.reply = run_as_piston
+    return {"code_provider": provider}
 
 
-PROVIDERS = ("local", "e2b", "morph", "piston", "e2b router", "morph router")
+PROVIDERS = ("local", "e2b", "morph", "piston")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -229,7 +216,7 @@ def test_a_provider_that_fails_gives_none_counted_and_said_once(provider, server
         assert judge(completions=completions, **given) == [None, 0.0]
     assert len([warning for warning in caught if "could not be judged" in str(warning.message)]) == 1
     assert counted == [(f"rewards/{name}/unjudged", 0.5)] * 2
-    assert len(server.requests) == {"piston": 6, "e2b router": 2, "morph router": 2}.get(provider, 0)
+    assert len(server.requests) == {"piston": 6}.get(provider, 0)
 
 
 @pytest.mark.parametrize("most", ["0", "many"])

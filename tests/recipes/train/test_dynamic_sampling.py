@@ -92,11 +92,11 @@ def test_each_process_fills_its_own_groups_of_those_left_over(rank):
     judged = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0])
     ours = {"advantages": torch.full((4,), 0.5), "completion_mask": torch.ones(4, 3, dtype=torch.long)}
     limits = {"num_generations": 2, "max_rounds": 0, "pad_token_id": 9, "rank": rank, "ranks": 2}
-    refilled = refill(ours, judged, PromptStream(5, 0), None, None, **limits)
+    refilled, counts = refill(ours, judged, PromptStream(5, 0), None, None, **limits)
     rows = [teaches for teaches in (rank == 0 and group == 1 for group in (0, 1)) for _ in range(2)]
-    assert refilled.batch["advantages"].tolist() == [0.5 * teaches for teaches in rows]
-    assert refilled.batch["completion_mask"].tolist() == [[int(teaches)] * 3 for teaches in rows]
-    assert refilled.counts == {"accepted_groups": 1, "dropped_groups": 3, "filled_groups": 3, "rounds": 0}
+    assert refilled["advantages"].tolist() == [0.5 * teaches for teaches in rows]
+    assert refilled["completion_mask"].tolist() == [[int(teaches)] * 3 for teaches in rows]
+    assert counts == {"accepted_groups": 1, "dropped_groups": 3, "filled_groups": 3, "rounds": 0}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -119,13 +119,13 @@ def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
         return [batch(2 * len(scored[-1]), 2, 3, first + 20 * other) for other in (0, 1)]
 
     limits = {"num_generations": 2, "max_rounds": 2, "pad_token_id": 9, "rank": rank, "ranks": 2}
-    refilled = refill(ours, judged, stream, score, gather, **limits)
+    refilled, counts = refill(ours, judged, stream, score, gather, **limits)
     drawn = PromptStream(9, 0).take(5)
     assert scored == ([drawn[:2], drawn[3:4]] if rank == 0 else [[drawn[2], drawn[2]], drawn[4:5]])
     expected = [120, 121, 12, 13] if rank == 0 else [200, 201, 0, 0]
-    assert refilled.batch["advantages"].tolist() == expected
-    assert refilled.counts == {"accepted_groups": 3, "dropped_groups": 3, "filled_groups": 1, "rounds": 2}
-    assert refilled.batch["completion_mask"].sum(dim=1).tolist() == [3, 3, 3 - 3 * rank, 3 - 3 * rank]
+    assert refilled["advantages"].tolist() == expected
+    assert counts == {"accepted_groups": 3, "dropped_groups": 3, "filled_groups": 1, "rounds": 2}
+    assert refilled["completion_mask"].sum(dim=1).tolist() == [3, 3, 3 - 3 * rank, 3 - 3 * rank]
 
 
 def equal_below_five(completions, prompts, **columns):
