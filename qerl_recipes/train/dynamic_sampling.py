@@ -13,7 +13,7 @@ its sequences. If no group of any process has a signal, the masks stay as they a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -82,21 +82,11 @@ def informative_groups(rewards: torch.Tensor, num_generations: int) -> torch.Ten
     return largest - smallest > SPREAD
 
 
-class Scored(NamedTuple):
-    """Hold fresh prompts with their completions: TRL's ``batch`` of this process, and what it adds over all.
-
-    ``judged: (completions,)`` is what ``judged_by`` returned for them.
-    """
-
-    batch: dict[str, Any]
-    judged: torch.Tensor
-
-
 def refill(
     batch: dict[str, Any],
     judged: torch.Tensor,
     stream: PromptStream,
-    score: Callable[[list[int]], Scored],
+    score: Callable[[list[int]], tuple[dict[str, Any], torch.Tensor]],
     gather_object: Callable[[list[Any]], list[Any]],
     *,
     num_generations: int,
@@ -107,8 +97,10 @@ def refill(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Replace the groups of ``batch`` without signal by fresh prompts of ``stream``, in at most ``max_rounds`` rounds.
 
-    Returns this process's batch, and the counts to log. ``judged`` covers all ``ranks`` processes. Groups are numbered rank after rank, so that fresh prompts do not depend
-    on the number of processes; each scores an equal share. ``gather_object`` is accelerate's.
+    Returns this process's batch, and the counts to log. ``judged`` covers all ``ranks`` processes. Groups are numbered
+    rank after rank, so that fresh prompts do not depend on the number of processes; each scores an equal share.
+    ``score(rows)`` returns TRL's batch of this process's completions, and what ``judged_by`` returns for those of all.
+    ``gather_object`` is accelerate's.
     """
     groups = len(batch["advantages"]) // num_generations
     first_group = rank * groups
@@ -119,10 +111,10 @@ def refill(
         needed, share = len(without_signal), -(-len(without_signal) // ranks)
         rows = stream.take(needed)
         rows += rows[-1:] * (share * ranks - needed)  # gathering needs equal sizes; these extra rows are not used
-        fresh = score(rows[rank * share :][:share])
-        useless = set(_without_signal(fresh.judged, num_generations))
+        fresh, fresh_judged = score(rows[rank * share :][:share])
+        useless = set(_without_signal(fresh_judged, num_generations))
         pairs = list(zip(without_signal, (j for j in range(needed) if j not in useless), strict=False))
-        for source, scored in enumerate(_gather_batches(fresh.batch, ranks, gather_object) if pairs else []):
+        for source, scored in enumerate(_gather_batches(fresh, ranks, gather_object) if pairs else []):
             from_source = [(i - first_group, j - source * share) for i, j in pairs if j // share == source]
             if local_pairs := [(i, j) for i, j in from_source if 0 <= i < groups]:
                 batch = replace_groups(batch, scored, local_pairs, num_generations, pad_token_id)

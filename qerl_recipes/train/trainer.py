@@ -295,14 +295,14 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         items = accelerator.gather(loss.mask_of(refilled).sum()).sum()
         return {**refilled, "num_items_in_batch": items}
 
-    def _score_fresh(self, rows: Sequence[int]) -> dynamic_sampling.Scored:
+    def _score_fresh(self, rows: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
         """Return scored completions of these rows, with no trace in TRL's metrics and table: they would bias them."""
         inputs = [dict(self.train_dataset[row]) for row in rows for _ in range(self.num_generations)]
         logged, table = self._metrics["train"], self._logs
         self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(table)
         try:
             batch = self.score(inputs)
-            return dynamic_sampling.Scored(batch, self.judged)
+            return batch, self.judged
         finally:
             self._metrics["train"], self._logs = logged, table
 

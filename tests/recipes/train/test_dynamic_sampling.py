@@ -4,7 +4,6 @@ import torch
 
 from qerl_recipes.train.dynamic_sampling import (
     PromptStream,
-    Scored,
     informative_groups,
     judged_by,
     refill,
@@ -111,7 +110,7 @@ def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
     def score(rows):
         scored.append(rows)
         values = [[5.0, 5.0, 6.0, 6.0, 0.0, 1.0, 0.0, 9.0], [0.0, 1.0, 3.0, 3.0]][len(scored) - 1]
-        return Scored(batch(2 * len(rows), 2, 3, 100 * len(scored) + 20 * rank), torch.tensor(values))
+        return batch(2 * len(rows), 2, 3, 100 * len(scored) + 20 * rank), torch.tensor(values)
 
     def gather(sent):
         """Return the batches of both processes; the other process's differs from ours in its first entry alone."""
