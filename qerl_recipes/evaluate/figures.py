@@ -68,18 +68,11 @@ def unpacked(digits: str, problems: int, num_samples: int) -> np.ndarray:
     return bits[:count].reshape(problems, num_samples)
 
 
-def ended_share(figures: Mapping[str, Any]) -> float | None:
-    """Return the share of answers that ended by themselves, or None if an older file does not record it."""
-    if "ended" in figures:
-        return figures["ended"]
-    return 1 - figures["cut"] if "cut" in figures else None
-
-
 def too_many_cut(evaluation: Mapping[str, Any]) -> list[str]:
     """Return a line for each task of evaluation.json with over a tenth of answers cut, and the limit to raise."""
     lines = []
     for task, policies in evaluation.get("tasks", {}).items():
-        cut = {label: 1 - ended for label, of in policies.items() if (ended := ended_share(of)) is not None}
+        cut = {label: 1 - of["ended"] for label, of in policies.items()}
         if not any(part > MOST_CUT for part in cut.values()):
             continue
         longest, room = (evaluation.get("max_new_tokens") or {}).get(task), evaluation.get("max_model_length")

@@ -49,7 +49,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One bar: accuracy on ``n`` problems, its 95 % interval and the share ``ended`` (None: unknown), of 1."""
+    """One bar: accuracy on ``n`` problems, its 95 % interval and the share ``ended``, of 1."""
 
     task: str
     label: str
@@ -57,7 +57,7 @@ class Accuracy:
     low: float
     high: float
     n: int
-    ended: float | None = None
+    ended: float
 
 
 def colours(labels: Iterable[str]) -> list[str]:

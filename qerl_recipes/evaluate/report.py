@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from qerl_recipes.evaluate import plots
 from qerl_recipes.evaluate.as_trained import command
-from qerl_recipes.evaluate.figures import MOST_CUT, ended_share, episode_rows, too_many_cut, unscored
+from qerl_recipes.evaluate.figures import MOST_CUT, episode_rows, too_many_cut, unscored
 from qerl_recipes.evaluate.plots import Accuracy
 from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TENSORS, open_adapter
 from qerl_recipes.files.json_files import read_object
@@ -159,10 +159,10 @@ def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
                     figures += [(f", {name}{k}", of["value"], of["ci95"]) for k, of in result.get(kind, {}).items()]
                 for suffix, value, (low, high) in figures:
                     name = MODELS.get(label, label) + suffix
-                    rows.append(Accuracy(task, name, value, low, high, result["n"], ended_share(result)))
+                    rows.append(Accuracy(task, name, value, low, high, result["n"], result["ended"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path} does not hold accuracy, ci95 and n for each task and model ({error!r}); evaluate again"
+            f"{path} does not hold accuracy, ci95, n and ended for each task and model ({error!r}); evaluate again"
         ) from error
     return rows
 

@@ -17,7 +17,7 @@ STEPS = [
     {"step": step, "reward": 0.1 * step, "entropy": 1 / step, "sigma": 1e-2, "logp_diff_mean": 1e-3}
     for step in range(1, 8)
 ]
-RESULT = {"accuracy": 0.5, "n": 100, "ci95": [0.4038, 0.5962]}
+RESULT = {"accuracy": 0.5, "n": 100, "ci95": [0.4038, 0.5962], "ended": 1.0}
 BASE = {"tasks": {"gsm8k": {"base": RESULT}}}
 STATE = {
     "base": "/models/Qwen2.5-7B-Instruct",
