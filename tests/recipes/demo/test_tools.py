@@ -73,7 +73,7 @@ def test_the_starting_model_calls_its_tool_and_the_printed_command_plays_held_ou
     cli.app([*shlex.split(printed)[1:], "--max_samples", "24", "--temperature", "1"], standalone_mode=False)
     printed = capfd.readouterr().out
     result = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
-    assert "mean reward" in printed and f"{task}, problem" in printed
+    assert "mean reward" in printed
     for figures in result["tasks"][task].values():
         assert figures["n"] == 24 and 0.2 < figures["calls"] < 5 and 0 <= figures["reward"]["value"] < 0.7
     lines = [json.loads(line) for line in (tmp_path / "evaluation" / "answers.jsonl").read_text().splitlines()]
