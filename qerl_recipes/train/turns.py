@@ -5,6 +5,7 @@ takes the first ones.
 """
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ class TurnsTrainer(GRPOTrainer):
     vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
     _episodes: Sequence[Episode] = ()  # of the last batch
     _tool_masks: Sequence[Sequence[int]] | None = None  # of the same: 1 where the policy sampled the token
+    _has_told_room = False
     _tool_seconds = 0.0  # of this process in tools, since the trainer last set it to 0
 
     @property
@@ -67,6 +69,33 @@ class TurnsTrainer(GRPOTrainer):
             lost = self.accelerator.gather(torch.tensor(losses, device=self.accelerator.device))
             self._metrics["train" if self.model.training else "eval"][metrics.LOST].append(lost.float().mean().item())
         return scored
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        ids, *others = super()._tokenize_prompts(prompts)
+        if self.environments:
+            self._check_room(max(map(len, ids)))
+        return ids, *others
+
+    def _check_room(self, longest: int) -> None:
+        """Raise ValueError if a prompt of ``longest`` tokens leaves no room; warn once if it leaves too little.
+
+        How much text an environment adds is not known before its episodes begin.
+        """
+        engine = self.vllm_generation
+        assert isinstance(engine, TakesTurns)
+        room = engine.longest - longest
+        if room >= self.max_completion_length or (room >= 1 and self._has_told_room):
+            return
+        what = f"completions are cut off before max_completion_length ({self.max_completion_length})"
+        text = (
+            f"with the text that reset of the environment adds, a prompt has {longest} tokens of the {engine.longest} "
+            f"of a sequence: {what if room >= 1 else 'there is no room for an answer'}; let reset add less, or raise "
+            "vllm_max_model_length, and --max-model-len of a server"
+        )
+        if room < 1:
+            raise ValueError(text)
+        self._has_told_room = True
+        warnings.warn(text, stacklevel=2)
 
     @functools.cached_property
     def _player(self) -> Player:

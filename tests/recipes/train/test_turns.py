@@ -391,6 +391,17 @@ def test_a_punishment_for_length_leaves_tools_tokens_out(train):
     assert set(given) == {(7, 4)} and record["reward"] == (2 - 4) / 4
 
 
+def test_a_text_of_reset_that_does_not_fit_is_said(train):
+    turns = {"environment_factory": calling.Walk, "train_dataset": None}
+    text = "with the text that reset of the environment adds, a prompt has 5 tokens of the {} of a sequence: {}; let"
+    cut = text.format(16, r"completions are cut off before max_completion_length \(32\)")
+    with pytest.warns(UserWarning, match=cut) as caught:
+        train(in_turn("7<eos>"), turns, [], vllm_max_model_length=16, max_steps=2)
+    assert len([warning for warning in caught if "adds, a prompt" in str(warning.message)]) == 1
+    with pytest.raises(ValueError, match=text.format(5, "there is no room for an answer") + ".* raise vllm_max_model_"):
+        train(in_turn("7<eos>"), turns, [], vllm_max_model_length=5)
+
+
 @pytest.mark.parametrize(
     ("turns", "settings", "text"),
     [
