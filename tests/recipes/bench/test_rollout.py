@@ -357,7 +357,7 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_swap_is_measured_with_its_parts(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "REPEATS", 3)
+    monkeypatch.setattr(swap, "REPEATS", 15)  # so many that other processes leave one of them alone
     (found,) = swap.run("tiny", rank=16)["ways"].values()
     for what in ("swap", "noise"):
         assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]
@@ -365,8 +365,8 @@ def test_a_swap_is_measured_with_its_parts(in_this_process: None, monkeypatch: p
         parts = found[what]["parts"]
         assert set(parts) == {"empty", "way", "stage", "agree", "commit", "device"} | inside
         assert all(seconds >= 0 for seconds in parts.values())
-        # the parts are in seconds, too; on a busy machine the whole may wait between them
-        assert 0.05 * found[what]["least"] < sum(parts.values()) < 1.5 * found[what]["most"]
+        # the parts are in seconds, too
+        assert 0.5 * found[what]["least"] < sum(parts.values()) < 1.5 * found[what]["most"]
     values = sum(tensor.numel() for tensor in random_model.adapter(config_json("tiny"), 16)[0].values())
     assert found["tensors"] == "cpu" and found["bytes"] == 4 * values
 
