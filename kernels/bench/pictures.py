@@ -7,7 +7,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from ledger import by_shape, configuration, read
+from tables import by_shape, configuration, read
 
 COLORS = {"qerl": "tab:red", "bf16": "tab:gray", "marlin": "tab:blue", "humming": "tab:green"}
 LABELS = {"qerl": "QeRL", "bf16": "cuBLAS BF16", "marlin": "Marlin FP4", "humming": "Humming"}

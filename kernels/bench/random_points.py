@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import baselines
-import ledger
+import tables
 import torch
 from layers import Layer, random_points
 from qerl_kernels import gemm, linear_tiles, nvfp4_triton, rule, tiles
@@ -157,7 +157,7 @@ def main() -> None:
         sys.exit(
             f"{len(failed)} of {len(order)} points have no figure, for ours is wrong there or does not run: {failed[0]}"
         )
-    for row in ledger.both_regimes(result | {"rows": rows}):
+    for row in tables.both_regimes(result | {"rows": rows}):
         print("; ".join(row))
 
 
