@@ -73,7 +73,7 @@ def again(product: Marlin | Humming) -> Marlin | Humming:
     return other
 
 
-def check(name: str, product: Product, x: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
-    """Raise AssertionError where a product's answer is further than ``limit`` from ``exact``, relative to it."""
-    error = ((product(x).double() - exact).norm() / exact.norm()).item()
+def check(name: str, y: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
+    """Raise AssertionError where an answer is further than ``limit`` from ``exact``, relative to it."""
+    error = ((y.double() - exact).norm() / exact.norm()).item()
     assert error < limit, f"{name}: relative error {error:.1e}"

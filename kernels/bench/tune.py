@@ -9,6 +9,8 @@ process that tries it. The file is written after each layer.
 
 import argparse
 import concurrent.futures
+import contextlib
+import itertools
 import json
 import random
 import subprocess
@@ -22,79 +24,38 @@ import gate
 import torch
 from layers import Layer, all_layers
 from qerl_kernels import gemm, linear_tiles, rule, tiles
-from qerl_kernels.adapter import SPLITS, VARIANTS, Adapter, Shrink, padded, spans
+from qerl_kernels.adapter import Adapter, Shrink, padded, spans
 from qerl_kernels.conditions import conditions
 from timing import copies, interleaved
 
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 MANY = (272, 288, 320, 352, 384, 416, 448, 480, 512, 576, 640, 704, 768, 896, 1024, 1280, 1536, 2048)
 MOST = (3072, 4096, 6144, 8192)
-# by the tokens of a tile: (warpgroups, kgroups, rows, depth, group, ahead, synchronous)
-SMALL = [
-    (4, 1, 1, 4, 4, 0, 1),
-    (4, 1, 1, 2, 4, 0, 1),
-    (3, 1, 2, 2, 4, 0, 1),
-    (4, 2, 1, 4, 4, 0, 1),
-    (4, 4, 1, 4, 2, 0, 1),
-]
-SMALL += [(4, 2, 1, 2, 4, 0, 1)]
-SIXTEEN = [
-    (4, 2, 1, 4, 4, 0, 0),
-    (4, 1, 1, 4, 4, 0, 0),
-    (3, 1, 2, 2, 4, 0, 1),
-    (4, 2, 1, 4, 4, 0, 1),
-    (4, 2, 1, 2, 2, 0, 0),
-]
-SIXTEEN += [(4, 1, 1, 2, 4, 0, 0)]
-MIDDLE = [
-    (4, 4, 1, 4, 2, 0, 0),
-    (4, 2, 1, 4, 4, 1, 0),
-    (4, 1, 1, 4, 2, 0, 0),
-    (3, 1, 2, 2, 4, 0, 0),
-    (4, 2, 1, 2, 2, 0, 0),
-]
-MIDDLE += [(4, 1, 1, 2, 4, 0, 0)]
-LARGE = [
-    (4, 4, 1, 4, 2, 0, 0),
-    (3, 1, 1, 4, 2, 0, 0),
-    (3, 1, 1, 2, 2, 0, 0),
-    (2, 1, 2, 2, 4, 0, 0),
-    (4, 1, 1, 2, 2, 0, 0),
-]
-LARGE += [(4, 2, 1, 2, 2, 1, 0)]
-LARGER = [(2, 1, 1, 2, 2, 0, 0), (3, 1, 1, 2, 2, 0, 0), (2, 1, 2, 2, 4, 0, 0), (2, 2, 1, 2, 2, 1, 0)]
-LARGEST = [(2, 1, 1, 1, 1, 0, 0), (3, 1, 1, 1, 1, 0, 0)]
-BETWEEN = [
-    (2, 1, 1, 2, 2, 0, 0),
-    (3, 1, 1, 2, 2, 0, 0),
-    (2, 1, 2, 1, 2, 0, 0),
-    (3, 1, 1, 1, 2, 0, 0),
-    (2, 2, 1, 2, 2, 0, 0),
-]
-FAMILIES = {8: SMALL, 16: SIXTEEN, 24: MIDDLE, 32: MIDDLE, 48: LARGE, 64: LARGE}
-FAMILIES |= dict.fromkeys((80, 96, 112, 128), LARGER)
-FAMILIES |= {size: LARGEST if size < 192 else LARGEST[:1] for size in range(144, 257, 16)}
-FAMILIES[128] = [*LARGER, (2, 1, 1, 2, 2, 1, 0)]
-FAMILIES |= {size: [*LARGEST, *BETWEEN] for size in (144, 160, 176)}
-PAIRS = [(2, 1, 1, 1, 2, 0, 0), (2, 1, 1, 2, 2, 0, 0), (2, 1, 1, 2, 4, 0, 0)]
-FAMILIES |= {size: [*LARGEST[:1], *PAIRS] for size in (192, 208, 224, 240)}
-FAMILIES[256] = [*LARGEST[:1], (2, 1, 1, 1, 2, 1, 0), *PAIRS]
-CLUSTERS = {size: (1, 2, 4) if size <= 32 or size > 128 else (1, 2, 3, 4, 8) for size in FAMILIES}
+# by the tokens of a tile: digits of (warpgroups, kgroups, rows, depth, group, ahead, synchronous), a kernel each
+KERNELS = {
+    (8,): "4114401 4112401 3122401 4214401 4414201 4212401",
+    (16,): "4214400 4114400 3122401 4214401 4212200 4112400",
+    (24, 32): "4414200 4214410 4114200 3122400 4212200 4112400",
+    (48, 64): "4414200 3114200 3112200 2122400 4112200 4212210",
+    (80, 96, 112): "2112200 3112200 2122400 2212210",
+    (128,): "2112200 3112200 2122400 2212210 2112210",
+    (144, 160, 176): "2111100 3111100 2112200 3112200 2121200 3111200 2212200",
+    (192, 208, 224, 240): "2111100 2111200 2112200 2112400",
+    (256,): "2111100 2111210 2111200 2112200 2112400",
+}
 MULTIPROCESSORS = 132
 RANK = 32
-WASTE = 1.16  # of the tokens of tiles over the tokens that there are
+WASTE = 1.16  # most tokens of tiles for each token that there is, where no rule guides
 
 
 def every_variant() -> list[gemm.Configuration]:
     """Return one configuration a kernel, with ``splits`` 0."""
     configurations = []
-    for size, families in FAMILIES.items():
-        for family in families:
-            for cluster in CLUSTERS[size]:
-                try:
-                    configurations.append(gemm.deepest(size, *family, cluster))
-                except ValueError:
-                    continue
+    for sizes, kernels in KERNELS.items():
+        for size, digits in itertools.product(sizes, kernels.split()):
+            for cluster in (1, 2, 4) if size <= 32 or size > 128 else (1, 2, 3, 4, 8):
+                with contextlib.suppress(ValueError):
+                    configurations.append(gemm.deepest(size, *map(int, digits), cluster))
     return [c for c in configurations if fits_in_stages(c)]
 
 
@@ -102,33 +63,6 @@ def fits_in_stages(c: gemm.Configuration) -> bool:
     """Return True if the sums of a cluster's blocks fit where the stages were: schedule.cuh asserts it."""
     stages = c.stages * c.depth * (c.tokens * 128 + c.tile_blocks() * tiles.TILE_BYTES)
     return c.cluster == 1 or 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups <= stages
-
-
-def tiles_of(c: gemm.Configuration, N: int, M: int) -> int:
-    """Return the number of tiles of one product."""
-    blocks = -(-N // 64)
-    return -(-blocks // c.tile_blocks()) * -(-M // c.tokens)
-
-
-def to_time(variants: list[gemm.Configuration], N: int, K: int, M: int) -> list[gemm.Configuration]:
-    """Return every way to run each variant that could be worth its time for M tokens and a weight of (N, K)."""
-    sizes = sorted({c.tokens for c in variants})
-    covering = next((size for size in sizes if size >= M), sizes[-1])
-    least = 48 if M <= 256 else 128
-    wanted = {size for size in sizes if size >= least and size * -(-M // size) <= WASTE * M} | {covering}
-    ways = []
-    for c in variants:
-        if c.tokens not in wanted or 2 * -(-K // 128) % c.depth or (c.tokens > covering):
-            continue
-        tiles_ = tiles_of(c, N, M)
-        most = MULTIPROCESSORS // tiles_
-        steps = 2 * -(-K // 128) // c.depth
-        if c.cluster == 1:
-            splits = {0, *([most, max(most // 2, 1)] if most else [])}
-            ways += [replace(c, splits=s) for s in sorted(splits) if s <= steps]
-        elif c.cluster <= steps and tiles_ * c.cluster <= 3 * MULTIPROCESSORS:
-            ways.append(c)
-    return ways
 
 
 def worth_it(
@@ -173,37 +107,6 @@ def random_adapters(layer: Layer, count: int) -> list[Adapter]:
         )
         for _ in range(count)
     ]
-
-
-def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
-    """Return launches of the small kernel for M tokens and R rows of A.
-
-    A product that ``takes_all`` blocks may leave some.
-    """
-    choices = []
-    for variant in VARIANTS:
-        most = -(-M // variant.tokens)
-        if most > 64 or (variant.tokens > 8 and variant.tokens >= 2 * M) or (variant.tokens == 8 and M > 8):
-            continue
-        for blocks in sorted({1, min(2, most), min(4, most), -(-most // 2), most}):
-            choices.append(Shrink(variant, blocks))
-            if takes_all and Shrink(variant, blocks, True).left_free(M, R, MULTIPROCESSORS):
-                choices.append(Shrink(variant, blocks, True))
-    return choices
-
-
-def with_room(
-    c: gemm.Configuration, others: list[gemm.Configuration], N: int, M: int, K: int
-) -> list[gemm.Configuration]:
-    """Return variants of the same tiles as ``c`` that leave multiprocessors over, with few runs or few blocks."""
-    tiles_ = tiles_of(c, N, M)
-    room = (MULTIPROCESSORS - SPLITS) // tiles_
-    steps = 2 * -(-K // 128) // c.depth
-    same = [o for o in others if replace(o, cluster=1, stages=1) == replace(c, cluster=1, stages=1, splits=0)]
-    narrower = [
-        replace(o, splits=parts) for o in same if o.cluster == 1 for parts in (room, room - 1) if 1 <= parts <= steps
-    ]
-    return narrower + [o for o in same if 1 < o.cluster <= room]
 
 
 def gate_in_processes(
@@ -259,7 +162,10 @@ class Sweep:
         if self.guided:
             tried = worth_it(self.variants, self.draw, layer.N, layer.K, M)
         else:
-            tried = to_time(self.variants, layer.N, layer.K, M)
+            fitting = [
+                c for c in self.variants if rule.fits(c, layer.K, M) and c.tokens * -(-M // c.tokens) <= WASTE * M
+            ]
+            tried = [d for c in fitting for d in rule.divisions(c, layer.N, layer.K, M, rule.machine_of(0))]
             tried = self.draw.sample(tried, min(at_most, len(tried)))
         calls = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense]}
         for c in tried:
@@ -298,20 +204,17 @@ class Sweep:
             )
             known = [(c, how) for _, c, how in ranked if replace(c, splits=0) in self.of]
             return [*known[:9], *self.draw.sample(known[9:60], min(5, len(known[9:60])))]
-        ours = sorted((us, name) for name, us in row["us"].items() if ":" in name)[:2]
-        best = [self.configuration(name) for _, name in ours]
-        tried = list(dict.fromkeys([*best, *(o for c in best[:1] for o in with_room(c, self.variants, N, M, K))]))
         chosen: list[tuple[gemm.Configuration, Shrink | None]] = []
-        for c in tried:
-            hows = launches(M, R, c.cluster == 1 and c.splits == 0)
+        for _, name in sorted((us, name) for name, us in row["us"].items() if ":" in name)[:2]:
+            index, splits = map(int, name.split(":"))
+            c = replace(self.variants[index], splits=splits)
+            hows = [how for how, _ in rule.launches(M)]
+            if c.cluster == 1 and c.splits == 0:  # it takes all blocks, and may leave some
+                beside = [how._replace(beside=True) for how in hows]
+                hows += [how for how in beside if how.left_free(M, R, MULTIPROCESSORS)]
             chosen += [(c, how) for how in self.draw.sample(hows, min(6, len(hows)))]
             chosen += [(c, None)] if M > 512 else []
         return chosen
-
-    def configuration(self, name: str) -> gemm.Configuration:
-        """Return the configuration of a ``name``."""
-        index, splits = map(int, name.split(":"))
-        return replace(self.variants[index], splits=splits)
 
 
 def tokens_for(draw: random.Random) -> list[int]:

@@ -246,7 +246,7 @@ def kernel_scripts(output: Path, tune: bool, random: int | None, seed: int) -> l
             ["fit.py", str(output), str(guided)],
         ]
     if random is not None:
-        return [["random_points.py", "--out", str(output), "--random", str(random), "--seed", str(seed)]]
+        return [["run.py", "--out", str(output), "--random", str(random), "--seed", str(seed)]]
     return [["run.py", "--out", str(output)]]
 
 

@@ -42,7 +42,7 @@ def test_a_script_beside_the_kernels_names_itself_and_its_gpu(monkeypatch: pytes
 
     monkeypatch.setattr(qerl_kernels.conditions.subprocess, "run", answer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    monkeypatch.setattr(sys, "argv", [str(qerl_kernels.conditions.ROOT / "kernels/bench/run.py"), "--shapes", "7B o"])
+    monkeypatch.setattr(sys, "argv", [str(qerl_kernels.conditions.ROOT / "kernels/bench/run.py"), "--out", "7B o"])
     found = qerl_kernels.conditions.conditions()
     assert (found["gpu"], found["driver"], found["commit"]) == ("NVIDIA H200", "580.1", "abc1234")
-    assert found["command"] == "python kernels/bench/run.py --shapes '7B o'" and asked[0][-2:] == ["-i", "3"]
+    assert found["command"] == "python kernels/bench/run.py --out '7B o'" and asked[0][-2:] == ["-i", "3"]
