@@ -250,6 +250,7 @@ class QerlConfig(QuantizationConfig):
         from qerl_vllm_plugin.adapter.folder import check_folder, check_modules
         from qerl_vllm_plugin.compat import drafts, engine, loading, lora_loading
         from qerl_vllm_plugin.compat import worker as vllm_worker
+        from qerl_vllm_plugin.weights import layouts
         from qerl_vllm_plugin.worker.methods import add_worker_methods
         from qerl_vllm_plugin.worker.policy import install_at_start
 
@@ -306,7 +307,16 @@ class QerlConfig(QuantizationConfig):
             def install(model: torch.nn.Module, base: Path | None) -> None:
                 install_at_start(model, path, base)
 
-        when_ready = _look_for_overflow(vllm_config, has_adapter=path is not None)
+        look = _look_for_overflow(vllm_config, has_adapter=path is not None)
+
+        def when_ready(model: torch.nn.Module) -> None:
+            given = vllm_config.additional_config
+            if given is None or isinstance(given, dict):
+                # vLLM keeps a compiled model under a hash of its config, and takes it without a look at the layers
+                vllm_config.additional_config = {**(given or {}), "qerl_layouts": layouts.digest(model)}
+            if look is not None:
+                look(model)
+
         loading.watch(vllm_config, inspect, when_built, install, when_ready)
         if vllm_config.lora_config is not None and model_type in WITHOUT_SLOTS:
             raise ValueError(

@@ -5,6 +5,7 @@
 rows of each part (q, k, v or gate, up).
 """
 
+import hashlib
 from typing import Protocol
 
 import torch
@@ -180,6 +181,19 @@ def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
     if kernel == "dequantize" or not is_cuda:
         return Canonical()
     return Tiled() if can_tile and kernel != "marlin" else Marlin()
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return a digest of the layout of each layer of a loaded model.
+
+    A layout may follow from the weights (block scales that Marlin would flush, parts with tensor scales of their own),
+    or from a compiler that is missing.
+    """
+    found = hashlib.sha256()
+    for name, layer in model.named_modules():
+        if (layout := getattr(getattr(layer, "quant_method", None), "layout", None)) is not None:
+            found.update(f"{name} {type(layout).__name__} {len(getattr(layer, 'marlin_parts', ()))}\n".encode())
+    return found.hexdigest()
 
 
 def _warn_of_flushed(name: str, scales: int) -> None:

@@ -237,6 +237,22 @@ def test_an_engine_on_marlin_lends_every_linear_in_place(shared, make_bf16, writ
             assert spans(frozen.bias) in theirs and torch.equal(frozen.bias, stored[f"{name}.bias"]), name
 
 
+def test_a_compiled_model_is_kept_by_its_layouts(make_bf16, write_packed, engine_on_marlin, measure):
+    """Check vLLM's hash of the config: a compiled model of other layouts would look for tensors that are not there."""
+    folder = write_packed(make_bf16("qwen2", intermediate_size=128), shared=False)
+    engine = engine_on_marlin(folder)
+    config, model = engine.llm_engine.vllm_config, measure.model(engine)
+    canonical = config.additional_config.pop("qerl_layouts")
+    digests, hashes = {canonical, layouts.digest(model)}, {config.compute_hash()}
+    assert len(digests) == 2
+    next(layer for layer in model.modules() if hasattr(layer, "marlin_parts")).marlin_parts.append(torch.nn.Module())
+    digests.add(layouts.digest(model))
+    for found in digests:
+        config.additional_config["qerl_layouts"] = found
+        hashes.add(config.compute_hash())
+    assert len(hashes) == 4
+
+
 def test_an_engine_on_marlin_lends_what_it_can(make_nvfp4, engine_on_marlin, measure):
     engine = engine_on_marlin(make_nvfp4("qwen2"))
     lent = frozen_weights(engine)
