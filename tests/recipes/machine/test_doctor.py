@@ -1,5 +1,7 @@
 """Test ``qerl doctor``: its table agrees with the recipes, its check finds a wrong weight, and it runs without vLLM."""
 
+import types
+
 import pytest
 import qerl_kernels.linear
 import torch
@@ -58,3 +60,29 @@ def test_the_variable_by_which_vllm_has_no_graphs_is_named(monkeypatch: pytest.M
     doctor.add_engine(report, config)
     remarks = {name: remark for _, name, remark in report.rows}
     assert remarks["full CUDA graphs"] == "OFF, which is slower: TORCH_COMPILE_DISABLE=1"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "remark"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), doctor.SAME_PATH),
+        ("NVIDIA GB10", (12, 1), doctor.SAME_PATH),
+        ("Tesla T4", (7, 5), doctor.UNTESTED),
+        ("NVIDIA GH200 480GB", (9, 0), doctor.UNTESTED),
+        ("NVIDIA H100 80GB HBM3", (9, 0), doctor.ON_TESTED),
+    ],
+)
+def test_what_was_tested_on_a_gpu_of_this_kind(
+    name: str, capability: tuple[int, int], remark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"is_available": True, "device_count": 1, "get_device_name": name, "get_device_capability": capability}
+    told["get_device_properties"] = types.SimpleNamespace(total_memory=80e9)
+    for function, answer in told.items():
+        monkeypatch.setattr(torch.cuda, function, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(doctor, "driver_version", lambda: "unknown")
+    monkeypatch.setattr("qerl_kernels.rule.untuned", lambda index: None)
+    report = doctor.Report()
+    doctor.add_device(report)
+    assert ("", "", remark) in report.rows
+    kernels = [value for row, value, _ in report.rows if row == "kernel"]
+    assert [doctor.MARLIN in value for value in kernels] == [capability != (9, 0)]
