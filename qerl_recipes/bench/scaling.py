@@ -188,20 +188,9 @@ def _print(result: Mapping[str, Any], parts: Parts) -> None:
 
     rows, shape = result["gpus"], result["shape"]
     alone = rows[1]["step"]
-    cells = [
-        [
-            f"{gpus}",
-            f"{row['rollout']:.2f}",
-            f"{row['waiting']:.0%}",
-            f"{row['training']:.2f}",
-            f"{1e3 * row['all_reduce']:.1f}",
-            f"{row['step']:.2f}",
-            f"{alone / row['step']:.2f}x",
-            f"{row['one_by_one']:.2f}",
-            f"{row['tree']:.2f}",
-        ]
-        for gpus, row in rows.items()
-    ]
+    form = "{rollout:.2f}|{waiting:.0%}|{training:.2f}|{ms:.1f}|{step:.2f}|{speed:.2f}x|{one_by_one:.2f}|{tree:.2f}"
+    derived = {gpus: {"ms": 1e3 * row["all_reduce"], "speed": alone / row["step"]} for gpus, row in rows.items()}
+    cells = [[str(gpus), *form.format(**row, **derived[gpus]).split("|")] for gpus, row in rows.items()]
     columns = ["GPUs", "rollout, s", "engines\nwait", "training, s", "all-reduce\nms", "step, s"]
     columns += ["to one\nGPU", "N servers:\none by one, s", "as a\ntree, s"]
     title = f"{shape}, {result['completions']} completions a step, lengths {result['lengths']}: computed, not run"

@@ -28,7 +28,7 @@ from qerl_recipes.recipe.shapes import config_json
 NAME = "policy"  # the model's, in requests
 QUIET = 0.2  # share of the time without swaps
 # of a log-probability; in bfloat16 other batches round otherwise: engine and trainer of 7B's random weights differ by
-# 0.25 at most on 65536 tokens (train_7B_80GB_one_rounding_NVIDIA_H200.json), and a soak has millions
+# 0.25 at most on 65536 tokens, and a soak has millions
 TOLERANCE = {"float32": 3e-4, "bfloat16": 0.6}
 LEAST_TOLD_APART = 0.99  # of answers judged under another policy; below, "right" would prove nothing
 REPORT_EVERY = 20.0  # seconds

@@ -38,8 +38,8 @@ from qerl_vllm_plugin.wire.address import hidden
 OWN_ARMS = ("bf16", "nf4", "qerl_nvfp4")  # each a ``quantization`` of a recipe
 TRL, FP8 = "trl_stock", "fp8_rollout"
 ARMS = (*OWN_ARMS, TRL, FP8)
-NAME = "bench"  # of the data set, of the reward and of the engine that tells how long its parts took
-FP8_ENGINE = "bench_fp8"  # the same for arm fp8_rollout
+NAME = "bench"  # of the data set and of the reward
+FP8_ENGINE = "bench_fp8"  # of arm fp8_rollout
 LEARNING_RATE = 1e-5
 # FlashRL's importance weights of tokens (https://github.com/yaof20/Flash-RL)
 TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
@@ -149,7 +149,7 @@ class Workload:
             "dataset_name": NAME,
             "dataset_kwargs": json.dumps(self.data()),
             "reward_funcs": NAME,
-            "rollout_engine": FP8_ENGINE if arm == FP8 else NAME,
+            "rollout_engine": FP8_ENGINE if arm == FP8 else "vllm",
             # min_tokens would do the same, but takes the end out of the engine's probabilities alone
             "generation_kwargs": json.dumps({"ignore_eos": True}),
             "max_steps": self.steps,
@@ -249,20 +249,14 @@ def run(
             # the checkpoint is written if it is missing; ``data`` describes the prompts to stock TRL alone
             request = {"flags": own_flags, "config": work.config(), "base": base, "packed": packed, "seed": work.seed}
             request |= {"memory": memory, "data": work.data() if arm == TRL else None}
-            measured[arm] |= _measure(request)
+            try:
+                measured[arm] |= ask_once(f"qerl_recipes.bench.{'trl_arm' if arm == TRL else 'train_arm'}", request)
+            except ArmFailedError as error:
+                measured[arm] |= {**error.figures, "failed": str(error)}
             result["summary"] = summarize(result)
             save(result, output)  # loading takes minutes, and a run may be cut short
     show(result)
     return result
-
-
-def _measure(request: Figures) -> Figures:
-    """Run an arm and return its figures, with the reason if it failed."""
-    module = "train_arm" if request["data"] is None else "trl_arm"
-    try:
-        return ask_once(f"qerl_recipes.bench.{module}", request)
-    except ArmFailedError as error:
-        return {**error.figures, "failed": str(error)}
 
 
 def _check(arms: Sequence[str], memory: int | None, gpu: Gpu | None, work: Workload) -> None:

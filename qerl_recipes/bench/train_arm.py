@@ -2,7 +2,7 @@
 
 The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps, but for the engine of
 arm ``fp8_rollout``, which takes over merged weights. This module is also the plugin that offers the recipe's data set,
-reward and engines.
+reward and FP8 engine.
 """
 
 import json
@@ -83,29 +83,36 @@ class Memory:
         }
 
 
-class TimedRollouts(VLLMRollouts):
-    """Run the rollout engine of ``qerl train``, and time swaps, sleeping and waking."""
+class Watch:
+    """Add up the seconds of each part of a rollout; what a method spends inside another one counts for that alone."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.swap_seconds = self.sleep_seconds = 0.0
+    def __init__(self) -> None:
         self.memory = Memory()
-        super().__init__(*arguments, **options)
+        self.reset()
+        self._inside = 0.0  # seconds in the timed methods that the current one has called
 
-    def sync_weights(self) -> None:
-        began, slept = now(), self.sleep_seconds
-        super().sync_weights()
-        self.swap_seconds += now() - began - (self.sleep_seconds - slept)
+    def reset(self) -> None:
+        self.tokens, self.seconds = 0, dict.fromkeys(("rollout", "swap", "sleep", "scoring"), 0.0)
 
-    def _sleep(self) -> None:
-        self.memory.look()  # the engine at work is one half of a step
-        began = now()
-        super()._sleep()
-        self.sleep_seconds += now() - began
+    def time(self, owner: Any, name: str, part: str) -> None:
+        """Count the time of the method ``name`` of ``owner`` as ``part``, and the tokens that ``generate`` returns."""
+        method = getattr(owner, name)
 
-    def _wake(self) -> None:
-        began = now()
-        super()._wake()
-        self.sleep_seconds += now() - began
+        def timed(*arguments: Any, **options: Any) -> Any:
+            self.memory.look()
+            before, self._inside, began = self._inside, 0.0, now()
+            try:
+                result = method(*arguments, **options)
+            finally:
+                took = now() - began
+                self.seconds[part] += took - self._inside
+                self._inside = before + took
+                self.memory.look()
+            if name == "generate":
+                self.tokens += sum(map(len, result[1]))
+            return result
+
+        setattr(owner, name, timed)
 
 
 class FP8Rollouts(VLLMRollouts):
@@ -149,33 +156,27 @@ def merged_weights(model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace(".base_layer", ""), parameter
 
 
-class TimedFP8Rollouts(TimedRollouts, FP8Rollouts):
-    """Run and time the rollout engine of arm ``fp8_rollout``."""
-
-
 class TimedSteps(TrainerCallback):
     """Add to ``answers``, for each step, how long its parts took and how much memory it held."""
 
-    def __init__(self, trainer: Any, expected_tokens: int, answers: list[dict[str, Any]]) -> None:
-        self.trainer, self.expected_tokens, self.answers = trainer, expected_tokens, answers
-        self.engine = trainer.vllm_generation
+    def __init__(self, trainer: Any, expected_tokens: int, answers: list[Figures]) -> None:
+        self.expected_tokens, self.answers, self.watch = expected_tokens, answers, Watch()
         self.training_began: float | None = None
         trainer.model.register_forward_pre_hook(self._before_forward)
+        self.watch.time(trainer, "_generate_and_score_completions", "scoring")
+        self.watch.time(trainer.vllm_generation, "generate", "rollout")
+        self.watch.time(trainer.vllm_generation, "sync_weights", "swap")
+        for owner, name in self.sleeping(trainer.vllm_generation):
+            self.watch.time(owner, name, "sleep")
+
+    def sleeping(self, engine: Any) -> list[tuple[Any, str]]:
+        """Return the methods by which the engine falls asleep and wakes up, each with its owner."""
+        return [(engine, "_sleep"), (engine, "_wake")]
 
     def _before_forward(self, *_: Any) -> None:
         if self.training_began is None and torch.is_grad_enabled():
-            self.engine.memory.look()
+            self.watch.memory.look()
             self.training_began = now()
-
-    def reset(self) -> None:
-        """Set the time of each part of a rollout back to 0."""
-        self.engine.swap_seconds = self.engine.sleep_seconds = 0.0
-
-    def rollout_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of this step's rollout."""
-        engine = self.engine
-        own = {"rollout": engine.seconds, "swap": engine.swap_seconds, "sleep": engine.sleep_seconds}
-        return {**own, "scoring": self.trainer.rollout_seconds - sum(own.values())}
 
     def metrics(self, output_dir: str) -> dict[str, float | None]:
         """Return what the trainer's own recorder has written of this step before."""
@@ -183,13 +184,13 @@ class TimedSteps(TrainerCallback):
         return {name: record[name] for name in FROM_METRICS if name in record}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.engine.memory.begin()
+        self.watch.memory.begin()
         self.training_began = None
-        self.reset()
+        self.watch.reset()
         self.began = now()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.engine.memory.look()
+        self.watch.memory.look()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.training_began is not None
@@ -197,16 +198,16 @@ class TimedSteps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the step. Raises RuntimeError if the engine did not generate the expected number of tokens."""
-        step, engine = now() - self.began, self.engine
-        if engine.tokens != self.expected_tokens:
+        step, watch = now() - self.began, self.watch
+        if watch.tokens != self.expected_tokens:
             raise RuntimeError(
-                f"the engine generated {engine.tokens} tokens and not {self.expected_tokens}: the arms would not do "
+                f"the engine generated {watch.tokens} tokens and not {self.expected_tokens}: the arms would not do "
                 "the same work; leave out flags that let completions end early"
             )
-        parts = {**self.rollout_parts(), "training": self.training_seconds}
+        parts = {**watch.seconds, "training": self.training_seconds}
         seconds = {"step": step, **parts, "rest": step - sum(parts.values())}
         metrics = self.metrics(args.output_dir)
-        self.answers.append({"seconds": seconds, "memory": engine.memory.report(), "metrics": metrics})
+        self.answers.append({"seconds": seconds, "memory": watch.memory.report(), "metrics": metrics})
 
 
 # builds the trainer of a request, and returns it with its timer and the context in which it trains
@@ -279,7 +280,7 @@ def qerl_datasets() -> Mapping[str, DatasetLoader]:
 
 @implementation
 def qerl_rollout_engines() -> Mapping[str, StartEngine]:
-    return {NAME: TimedRollouts, FP8_ENGINE: TimedFP8Rollouts}
+    return {FP8_ENGINE: FP8Rollouts}
 
 
 if __name__ == "__main__":

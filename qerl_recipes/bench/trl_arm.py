@@ -19,7 +19,7 @@ import torch
 import trl
 
 from qerl_recipes.bench.arms import Figures, answer
-from qerl_recipes.bench.train_arm import Memory, TimedSteps, measure, now, random_prompts, random_reward
+from qerl_recipes.bench.train_arm import TimedSteps, measure, random_prompts, random_reward
 from qerl_recipes.train.stock_trl import help_on_a_cpu
 
 # name in this benchmark's figures -> TRL's
@@ -32,54 +32,11 @@ METRICS = {
 }
 
 
-class Watch:
-    """Add up the seconds of each part of a rollout; what a method spends inside another one counts for that alone."""
-
-    def __init__(self) -> None:
-        self.memory, self.tokens = Memory(), 0
-        self.seconds = dict.fromkeys(("scoring", "rollout", "swap", "sleep"), 0.0)
-        self._inside = 0.0  # seconds in the timed methods that the current one has called
-
-    def time(self, owner: Any, name: str, part: str) -> None:
-        """Count the time of the method ``name`` of ``owner`` as ``part``."""
-        method = getattr(owner, name)
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self.memory.look()
-            before, self._inside, began = self._inside, 0.0, now()
-            try:
-                result = method(*arguments, **options)
-            finally:
-                took = now() - began
-                self.seconds[part] += took - self._inside
-                self._inside = before + took
-                self.memory.look()
-            if name == "generate":
-                self.tokens += sum(map(len, result[1]))
-            return result
-
-        setattr(owner, name, timed)
-
-
 class TimedTRLSteps(TimedSteps):
     """Time the steps of TRL's own trainer."""
 
-    def __init__(self, trainer: Any, expected_tokens: int, answers: list[Figures]) -> None:
-        super().__init__(trainer, expected_tokens, answers)
-        self.engine = watch = Watch()
-        engine = trainer.vllm_generation
-        watch.time(trainer, "_generate_and_score_completions", "scoring")
-        watch.time(engine, "generate", "rollout")
-        watch.time(engine, "sync_weights", "swap")
-        watch.time(engine.llm, "sleep", "sleep")
-        watch.time(engine.llm, "wake_up", "sleep")
-
-    def reset(self) -> None:
-        self.engine.tokens = 0
-        self.engine.seconds = dict.fromkeys(self.engine.seconds, 0.0)
-
-    def rollout_parts(self) -> dict[str, float]:
-        return dict(self.engine.seconds)
+    def sleeping(self, engine: Any) -> list[tuple[Any, str]]:
+        return [(engine.llm, "sleep"), (engine.llm, "wake_up")]
 
     def metrics(self, output_dir: str) -> dict[str, float | None]:
         """Return a place for what TRL logs of this step afterwards."""

@@ -13,7 +13,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,14 +215,12 @@ def _rows(name: str, evaluation: Evaluation, script: ScriptArguments, saved: Ada
 class _Engine:
     """Take the turns of episodes from number ``first`` on; ``is_cut`` says whose last turn ran out of tokens."""
 
+    episodes = contextlib.nullcontext  # the engine serves one policy, and is always ready
+
     def __init__(self, llm: "LLM", request: "LoRARequest | None", evaluation: Evaluation, task: str) -> None:
         self._llm, self._request, self._evaluation, self._task = llm, request, evaluation, task
         self.longest: int = llm.llm_engine.model_config.max_model_len
         self.first, self.is_cut = 0, dict[int, bool]()
-
-    def episodes(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: the engine serves one policy, and is always ready."""
-        return contextlib.nullcontext()
 
     def _seed(self, place: int, number: int) -> int:
         """Return the seed of a turn: the same for base and adapter, another one for each sample of each problem."""
@@ -269,8 +266,7 @@ def play(llm: "LLM", request: "LoRARequest | None", task: Task, evaluation: Eval
     engine = _Engine(llm, request, evaluation, task.name)
     played: list[dict[str, Any]] = []
     with _event_loop() as loop, tqdm(total=len(rows), desc=f"evaluating {label}", leave=False) as progress:
-        most_tokens = evaluation.max_new_tokens
-        player = Player(engine, task.tokenizer, task.options, most_tokens, **task.limits, loop=loop)
+        player = Player(engine, task.tokenizer, task.options, evaluation.max_new_tokens, **task.limits, loop=loop)
         for engine.first in range(0, len(rows), AT_ONCE):
             part = rows[engine.first : engine.first + AT_ONCE]
             played += _played(engine, player, task, evaluation, part, pool[: len(part)])
@@ -351,11 +347,8 @@ def _scores(
     def settled(value: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(value, loop).result() if inspect.iscoroutine(value) else value
 
-    def ignore(*values: Any, **others: Any) -> None:
-        """Take what rewards log in training."""
-
     columns: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
-    columns |= {"trainer_state": TrainerState(), "log_extra": ignore, "log_metric": ignore}
+    columns |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None) | {"trainer_state": TrainerState()}
     columns["tool_mask"] = [one.mask for one in episodes]
     if task.interaction.environments:
         columns["environments"] = list(instances)
@@ -388,19 +381,12 @@ def side_by_side(policies: Mapping[str, Sequence[Played]]) -> dict[str, Any]:
         firsts = zip(*([getattr(problem, key)[0] for problem in played] for played in policies.values()), strict=True)
         return [number for number, values in enumerate(firsts) if len(set(values)) > 1]
 
-    number = next(iter([*differing("right"), *differing("rewards"), 0]))
-    problems = {label: played[number] for label, played in policies.items()}
-    return {
-        "problem": str(number),
-        "episodes": {
-            label: {
-                "reward": problem.rewards[0],
-                "cut": problem.cut[0],
-                "turns": [_line(message) for message in (*problem.prompt, *problem.episodes[0])],
-            }
-            for label, problem in problems.items()
-        },
-    }
+    number, episodes = next(iter([*differing("right"), *differing("rewards"), 0])), {}
+    for label, played in policies.items():
+        problem = played[number]
+        turns = [_line(message) for message in (*problem.prompt, *problem.episodes[0])]
+        episodes[label] = {"reward": problem.rewards[0], "cut": problem.cut[0], "turns": turns}
+    return {"problem": str(number), "episodes": episodes}
 
 
 def _line(message: Message) -> tuple[str, str]:

@@ -19,9 +19,8 @@ INK, FAINT, GRID = "#1f2933", "#9fb3c8", "#e4e7eb"
 # A label has the same colour in every plot of every report. Labels that are not in COLOUR_OF take OTHERS in turn.
 OTHERS = ("#0b7285", "#e67700", "#a61e4d", "#495057", "#5c940d")
 COLOUR_OF = {
-    **dict.fromkeys(("base", "NVFP4 base", "rollout"), "#1f6feb"),
-    **dict.fromkeys(("with adapter", "NVFP4 with adapter", "training"), "#d9480f"),
-    "BF16 base": "#2b8a3e",
+    **dict.fromkeys(("base", "rollout"), "#1f6feb"),
+    **dict.fromkeys(("with adapter", "training"), "#d9480f"),
     "held out": "#862e9c",
 }
 SMOOTHING = 5  # steps in the running mean that is drawn over a noisy curve

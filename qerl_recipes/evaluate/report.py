@@ -23,17 +23,11 @@ from qerl_recipes.files.metrics_file import FILE, read_metrics
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.recipe.keys import current_value
 
-EVALUATION, SUMMARY = "evaluation.json", "summary.json"
+EVALUATION = "evaluation.json"
 PAGE = Path(__file__).with_name("report.html")
 HOW_TO_TRAIN = "qerl train --config RECIPE.yaml --output_dir {folder}"
 AGAIN = "write it again with the command that made it"
-# label in evaluation.json -> name on the page
-MODELS = {
-    "adapter": "with adapter",
-    "bf16_base": "BF16 base",
-    "nvfp4_base": "NVFP4 base",
-    "nvfp4_adapter": "NVFP4 with adapter",
-}
+MODELS = {"adapter": "with adapter"}  # label in evaluation.json -> name on the page
 ARMS = {"qerl_nvfp4": "NVFP4, 4 bits, frozen", "bf16": "BF16, frozen", "nf4": "NF4 of bitsandbytes, 4 bits, frozen"}
 NOISE = {
     "both": "in engine and trainer",

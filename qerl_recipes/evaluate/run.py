@@ -14,7 +14,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +66,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Settled:
-    """An evaluation whose open choices are resolved.
-
-    ``as_in_training`` lists those that training settled, ``not_as_in_training`` those that were made otherwise.
-    """
+    """An evaluation whose open choices are resolved; ``evaluate`` says what the two lists are."""
 
     evaluation: Evaluation
     saved: AdapterFolder | None
@@ -122,10 +119,9 @@ def evaluate(base: str, adapter: str | Path | None, tasks: str | Sequence[str], 
     * ``by_problem``: one bit per answer for ``right`` and for ``ended``, encoded by ``figures.packed``. The problems
       have the order of ``problems_sha256`` and of ``answers.jsonl``.
 
-    A cut answer is judged by its text so far. A warning names the tasks on which more than a tenth were cut.
     ``as_in_training`` lists the choices that the adapter's training settled, ``not_as_in_training`` those that were
     made otherwise. ``of_training`` lists the tasks whose problems come from the file that the adapter was trained on.
-    Raises ValueError as ``settle`` does.
+    A warning names the tasks on which more than a tenth were cut. Raises ValueError as ``settle`` does.
     """
     return evaluate_each([Evaluation.of(base=base, adapter=adapter, tasks=tasks, **options)])[0]
 
@@ -153,8 +149,13 @@ def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     with evaluation_tasks.quietly():
         for one in settled:
             answers.check(tokenizers[one.engine.folder], one.evaluation)
-            measured[id(one)] = evaluation_tasks.load_evaluation(one.evaluation, load), _prepared(one)
-            _refuse_another(one, [*measured[id(one)][0], *measured[id(one)][1]])
+            tasks: list[Task] = []
+            if one.evaluation.episodes:  # they alone need TRL
+                from qerl_recipes.evaluate.episodes import prepare
+
+                tasks = prepare(one.evaluation, one.saved, one.engine.folder)
+            measured[id(one)] = evaluation_tasks.load_evaluation(one.evaluation, load), tasks
+            _refuse_another(one, list(itertools.chain(*measured[id(one)])))
         for one in settled:
             one.evaluation.output_dir.mkdir(parents=True, exist_ok=True)
         results = []
@@ -166,14 +167,6 @@ def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
             finally:
                 close(llm)
     return results
-
-
-def _prepared(one: Settled) -> "list[Task]":
-    if not one.evaluation.episodes:  # they alone need TRL
-        return []
-    from qerl_recipes.evaluate.episodes import prepare
-
-    return prepare(one.evaluation, one.saved, one.engine.folder)
 
 
 def settle(evaluation: Evaluation) -> Settled:
@@ -199,24 +192,15 @@ def settle(evaluation: Evaluation) -> Settled:
     folder = _check_base(evaluation.base, quantization, dtype, saved)
     base_hash = run_state.base_hash(folder)
     if saved is not None:
-        formats = {"weights": (quantization, saved.quantization), "dtype": (dtype, saved.recipe.get("dtype"))}
-        for name, (here, there) in formats.items():
-            if there not in (None, here):
-                unlike.append(f"{name} {here}, there {there}")
+        formats = ("weights", quantization, saved.quantization), ("dtype", dtype, saved.recipe.get("dtype"))
+        unlike += [f"{name} {here}, there {there}" for name, here, there in formats if there not in (None, here)]
         saved.check_base(base_hash)
         rank = engine_rank(saved.rank)
         saved.check_plain()
         saved.check_tensors()
-    engine = EngineSettings(
-        folder,
-        quantization,
-        rank,
-        dtype,
-        evaluation.max_model_length,
-        evaluation.tensor_parallel_size,
-        evaluation.gpu_memory_utilization,
-        evaluation.kv_cache_memory_bytes,
-    )
+    of_engine = {field.name for field in fields(EngineSettings)} & Evaluation.model_fields.keys()
+    settings = evaluation.model_dump(include=of_engine) | {"quantization": quantization, "dtype": dtype}
+    engine = EngineSettings(folder=folder, rank=rank, **settings)
     adapter_hash = None if saved is None else saved.sha256()
     return Settled(evaluation, saved, base_hash, adapter_hash, as_in_training, unlike, engine)
 
@@ -249,11 +233,10 @@ def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark | Task] | None
     way_out = "name another output_dir, or remove it"
     earlier = read_object(file, way_out)
     try:
-        models = list(next(iter(earlier["tasks"].values())))
+        earlier["models"] = list(next(iter(earlier["tasks"].values())))
         earlier |= {"generation_kwargs": None, **earlier["sampling"], "tasks": sorted(earlier["tasks"])}
     except (LookupError, TypeError, AttributeError, StopIteration) as error:
         raise ValueError(f"{file} is no evaluation that can be read; {way_out}") from error
-    earlier["models"] = models
     for key, value in json.loads(json.dumps(wanted)).items():
         is_open = value is None and key in ("use_chat_template", "max_model_length")  # the engine decides these
         if key in earlier and not is_open and (value or None) != (earlier[key] or None):
@@ -307,12 +290,8 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": {**run_state.versions(), "lighteval": importlib.metadata.version("lighteval")},
     }
-    lines = [
-        {"task": name, "model": label, **asdict(problem)}
-        for label, of in answered.items()
-        for name, problems in of.items()
-        for problem in problems
-    ]
+    of_all = ((label, name, problem) for label, of in answered.items() for name in of for problem in of[name])
+    lines = ({"task": name, "model": label, **asdict(problem)} for label, name, problem in of_all)
     write_text(output / ANSWERS, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
     write_text(output / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     for warning in [*too_many_cut(result), *unscored(result)]:
@@ -323,13 +302,12 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
 
 
 def _print(result: Mapping[str, Any], output: Path) -> None:
-    """Print the accuracies, and where everything was written."""
     Console().print(table(result))
-    lines = [
-        f"{task} is what the adapter was trained on, whole or in part: these are no unseen problems"
-        for task in result["of_training"]
-    ]
-    for line in [*lines, f"wrote {output / RESULT} and {ANSWERS} beside it"]:
+    seen = "is what the adapter was trained on, whole or in part: these are no unseen problems"
+    for line in [
+        *(f"{task} {seen}" for task in result["of_training"]),
+        f"wrote {output / RESULT} and {ANSWERS} beside it",
+    ]:
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -368,10 +346,9 @@ def _as_trained(one: Settled) -> str:
     assert saved is not None
     if saved.quantization == arm:
         settled = [f"{arm} weights", *settled]
-    line = f"{saved.path}: "
-    line += f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
+    said = f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
     unlike = warmer_or_colder(one.evaluation, saved.recipe) + one.not_as_in_training
-    return line + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
+    return f"{saved.path}: {said}" + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
 
 
 def start(engine: EngineSettings) -> "LLM":

@@ -202,23 +202,29 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         engine._wake()
         takes(3)
 
+    def generate(engine: Any) -> tuple[Any, ...]:
+        takes(10)
+        engine._sleep()
+        return None, [[0] * 20, [0] * 12], None, None
+
+    def roll_out(inputs: Any) -> None:
+        engine.sync_weights()
+        engine.generate()
+        takes(5)  # time for rewards and advantages
+
     monkeypatch.setattr(train_arm, "now", lambda: clock[0])
     monkeypatch.setattr(VLLMRollouts, "_wake", lambda engine: takes(2))
     monkeypatch.setattr(VLLMRollouts, "_sleep", lambda engine: takes(4))
     monkeypatch.setattr(VLLMRollouts, "sync_weights", sync)
-    engine = train_arm.TimedRollouts.__new__(train_arm.TimedRollouts)
-    engine.memory, engine.tokens, engine.seconds = train_arm.Memory(), 32, 10.0
-    trainer = SimpleNamespace(vllm_generation=engine, model=model, rollout_seconds=0.0)
+    monkeypatch.setattr(VLLMRollouts, "generate", generate)
+    engine = VLLMRollouts.__new__(VLLMRollouts)
+    trainer = SimpleNamespace(vllm_generation=engine, model=model, _generate_and_score_completions=roll_out)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.1}\n{"step": 2, "reward": 0.5, "kl": 1}\n')
     answers: list[dict[str, Any]] = []
     steps, args = train_arm.TimedSteps(trainer, 32, answers), (SimpleNamespace(output_dir=tmp_path), None, None)
     for _ in range(2):
         steps.on_step_begin(*args)
-        engine.sync_weights()
-        takes(10)
-        engine._sleep()
-        takes(5)  # time for rewards and advantages
-        trainer.rollout_seconds = 3 + 2 + 10 + 4 + 5
+        trainer._generate_and_score_completions(None)
         with torch.no_grad():
             model(torch.ones(1))
         takes(1)  # this was no forward pass of the training
@@ -232,8 +238,8 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     parts = {"rollout": 10, "scoring": 5, "training": 13, "swap": 3, "sleep": 6, "rest": 1.5}
     assert [answer["seconds"] for answer in answers] == [{"step": 38.5, **parts}] * 2
     assert parts.keys() == set(PARTS) and answers[0]["metrics"] == {"reward": 0.5}
-    engine.tokens = 31
-    with pytest.raises(RuntimeError, match="generated 31 tokens and not 32"):
+    steps.expected_tokens = 31
+    with pytest.raises(RuntimeError, match="generated 32 tokens and not 31"):
         steps.on_step_end(*args)
 
 

@@ -21,7 +21,7 @@ def results(base: float, adapter: float, width: float = 0.02) -> dict:
     def result(accuracy: float) -> dict:
         return {"accuracy": accuracy, "n": 512, "ci95": [accuracy - width, accuracy + width], "ended": 0.75}
 
-    return {"bf16_base": result(base), "nvfp4_base": result(base), "nvfp4_adapter": result(adapter)}
+    return {"base": result(base), "adapter": result(adapter)}
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,10 @@ def results(base: float, adapter: float, width: float = 0.02) -> dict:
     [(0.2, 0.9, 0.02, 0), (0.2, 0.29, 0.02, 1), (0.2, 0.9, 0.4, 1), (0.5, 0.2, 0.02, 1)],
     ids=["learned", "too_little", "intervals_meet", "worse"],
 )
-def test_the_exit_code_says_whether_the_adapter_learned(
-    base: float, adapter: float, width: float, code: int, tmp_path: Path
-) -> None:
+def test_the_exit_code_says_whether_the_adapter_learned(base: float, adapter: float, width: float, code: int) -> None:
     console = Console(record=True, file=io.StringIO(), width=200)
-    assert demo._conclude(console, results(base, adapter, width), tmp_path, 1.0) == code
-    said = console.export_text()
-    assert "ended" in said and said.count("75%") == 3
+    assert demo._conclude(console, results(base, adapter, width)) == code
+    assert ("was expected" in console.export_text()) == code
 
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
