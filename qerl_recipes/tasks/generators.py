@@ -23,11 +23,10 @@ _CHOICES = {"largest": max, "smallest": min}
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold a prompt and its answer, with the steps to it as texts."""
+    """Hold a prompt and its answer."""
 
     prompt: str
     answer: str
-    steps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from qerl_recipes.recipe.file import SHIPPED
 from qerl_recipes.tasks.generators import Generator, Problem
 
 TERMS = (4, 5, 6)
@@ -22,38 +23,21 @@ LARGEST_DIGIT = 9
 HELD_OUT = 512
 LONGEST_COMPLETION = 56  # tokens; a step-by-step answer of six terms has at most 44, and <eos>
 
-THINK, END_THINK, ANSWER, END_ANSWER = "<think>", "</think>", "<answer>", "</answer>"
-# the position is the token id, on which the shipped starting model depends
-VOCABULARY = ("<pad>", "<eos>", "<unk>", *"0123456789+-=;", THINK, END_THINK, ANSWER, END_ANSWER, "\n", " ")
-TOKEN = r"</?think>|</?answer>|[\s\S]"
-
 # matches the whole completion: neither a second answer nor text around it is allowed
 COMPLETION = re.compile(r"(?:<think>[^<]+</think>)?<answer>([0-9]{1,3})</answer>")
 
 
-def terse(problem: Problem) -> str:
-    """Return the completion that gives the answer at once."""
-    return f"{ANSWER}{problem.answer}{END_ANSWER}"
-
-
-def step_by_step(problem: Problem) -> str:
-    """Return the completion that writes the partial sums before the answer."""
-    return f"{THINK}{';'.join(problem.steps)}{END_THINK}{terse(problem)}"
-
-
 def draw(rng: random.Random) -> Problem:
-    """Draw one random sum, whose prompt ends with "=" and whose steps are its partial sums; this advances ``rng``."""
+    """Draw one random sum, whose prompt ends with "="; this advances ``rng``."""
     terms = rng.choice(TERMS)
     value = rng.randint(1, LARGEST_DIGIT)
-    expression, steps = str(value), []
+    expression = str(value)
     for _ in range(terms - 1):
         digit = rng.randint(1, LARGEST_DIGIT)
         minus = rng.random() < 0.5 and value >= digit
-        result = value - digit if minus else value + digit
-        steps.append(f"{value}{'-' if minus else '+'}{digit}={result}")
         expression += f"{'-' if minus else '+'}{digit}"
-        value = result
-    return Problem(expression + "=", str(value), tuple(steps))
+        value += -digit if minus else digit
+    return Problem(expression + "=", str(value))
 
 
 GENERATOR = Generator("running_sum", draw, held_out_count=HELD_OUT)
@@ -61,20 +45,8 @@ problems, held_out, training_set = GENERATOR.problems, GENERATOR.held_out, GENER
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and per tag: 23 tokens, padded on the left."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), behavior="isolated")
-    words.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    """Return the demo's tokenizer, with one token per character and per tag: 23 tokens, padded on the left."""
+    return PreTrainedTokenizerFast.from_pretrained(SHIPPED / "demo/starting_model")
 
 
 def answer_of(completion: str) -> str | None:

@@ -1,28 +1,29 @@
 """Test the demo's task: its answers against Python's own arithmetic, and what its rewards must not pay for."""
 
 import random
+import re
 
 import pytest
 
 from qerl_recipes.tasks import running_sum
-from qerl_recipes.tasks.generators import Problem
-from qerl_recipes.tasks.running_sum import (
-    LONGEST_COMPLETION,
-    answer_of,
-    running_sum_correct,
-    running_sum_format,
-    step_by_step,
-    terse,
-)
+from qerl_recipes.tasks.running_sum import LONGEST_COMPLETION, running_sum_correct, running_sum_format
 
 
-def test_every_answer_and_every_step_is_right():
+def step_by_step(problem):
+    """Return the longer way to answer a problem, and check that no partial sum is negative."""
+    value, *terms = re.findall(r"[+-]?\d", problem.prompt)
+    steps = []
+    for term in terms:
+        steps.append(f"{value}{term}={eval(value + term)}")
+        value = str(eval(value + term))
+        assert int(value) >= 0
+    return f"<think>{';'.join(steps)}</think><answer>{value}</answer>"
+
+
+def test_every_answer_is_right():
     for problem in running_sum.problems(2000, seed=3):
         assert eval(problem.prompt.removesuffix("=")) == int(problem.answer)
-        for step in problem.steps:
-            sum_, result = step.split("=")
-            assert eval(sum_) == int(result) >= 0
-        assert answer_of(terse(problem)) == answer_of(step_by_step(problem)) == problem.answer
+        assert running_sum.answer_of(step_by_step(problem)) == problem.answer
 
 
 def test_the_tokenizer_gives_back_every_text_and_each_tag_is_one_token():
@@ -43,14 +44,11 @@ def test_the_longest_answer_fits_into_a_completion():
     assert longest + 1 <= LONGEST_COMPLETION  # plus the end of sequence
 
 
-RIGHT = Problem("7+5-3=", "9", ("7+5=12", "12-3=9"))
-
-
 @pytest.mark.parametrize(
     ("completion", "correct", "well_formed"),
     [
-        (terse(RIGHT), 1, 1),
-        (step_by_step(RIGHT), 1, 1),
+        ("<answer>9</answer>", 1, 1),
+        ("<think>7+5=12;12-3=9</think><answer>9</answer>", 1, 1),
         ("<answer>8</answer>", 0, 1),
         ("<answer>09</answer>", 0, 1),
         ("<answer>1</answer><answer>9</answer>", 0, 0),
