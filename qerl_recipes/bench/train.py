@@ -50,7 +50,7 @@ BLOCK = 16  # tokens of a block of vLLM's KV cache
 # what no flag may set, beside a recipe and without one
 FIXED_BESIDE_A_RECIPE = {"model_name_or_path", "output_dir", "dataset_name", "dataset_kwargs", "rollout_engine"}
 FIXED_BESIDE_A_RECIPE |= {"max_steps", "use_cpu", "model_revision"}
-FIXED = FIXED_BESIDE_A_RECIPE | {"quantization", "num_generations", "gradient_accumulation_steps", "lora_r", "seed"}
+FIXED = {"quantization", "num_generations", "gradient_accumulation_steps", "lora_r", "seed", *FIXED_BESIDE_A_RECIPE}
 FIXED |= {"max_prompt_length", "max_completion_length"}
 # keys of a recipe in whose place the benchmark has its own, or none
 REPLACED = {"model_name_or_path", "model_revision", "adapter_name_or_path", "chat_template", "rollout_engine"}
@@ -62,6 +62,7 @@ REPLACED |= {
 }
 LEAST = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
 PARTS = ("rollout", "scoring", "training", "swap", "sleep", "rest")  # of a step
+PEAKS = ("allocated", "reserved", "process")
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,7 @@ class Workload:
             raise ValueError(f"--prompt is {prompt}, and max_prompt_length of {recipe_file} is {most}")
         sizes = (training.generation_batch_size // training.num_generations, training.num_generations, prompt)
         name, completion = str(model.model_name_or_path), training.max_completion_length
-        work = Workload(
-            name, *sizes, completion, steps, model.lora_r, training.seed, overrides, recipe_file=str(recipe_file)
-        )
+        work = Workload(name, *sizes, completion, steps, model.lora_r, training.seed, overrides, str(recipe_file))
         return work, training.quantization
 
     def check(self) -> None:
@@ -234,14 +233,8 @@ def run(
         if memory is not None:
             stack.enter_context(ballast(memory))
         measured = {arm: _recipe(work, arm, gpu, memory) for arm in arms}
-        result: dict[str, Any] = {
-            **asdict(work),
-            "overrides": {key: hidden(value) for key, value in work.overrides},
-            "order": "one after the other",
-            "memory_limit": memory,
-            **conditions(),
-            "arms": measured,
-        }
+        about = asdict(work) | {"overrides": {key: hidden(value) for key, value in work.overrides}}
+        result: dict[str, Any] = {**about, "memory_limit": memory, **conditions(), "arms": measured}
         for arm in arms:
             packed = arm == "qerl_nvfp4"
             base = str(folder / ("nvfp4" if packed else "bf16"))
@@ -369,16 +362,14 @@ def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:
         counted = figures["steps"][1:]
         seconds = {name: statistics.median(step["seconds"][name] for step in counted) for name in ("step", *PARTS)}
         differences = [step["metrics"]["logp_diff_mean"] for step in counted]
-        peaks = ("allocated", "reserved", "process")
         summaries[arm] = {
             "seconds": seconds,
             "repeats": len(counted),
             "spread": spread([step["seconds"]["step"] for step in counted]),
             "rollout_tokens_per_s": sequences * result["completion"] / seconds["rollout"],
             "training_tokens_per_s": sequences * (result["prompt"] + result["completion"]) / seconds["training"],
-            "swap_ms": 1e3 * seconds["swap"],
             "logp_diff_mean": statistics.fmean(differences) if None not in differences else None,
-            "peak_gb": {name: max(step["memory"][name] for step in figures["steps"]) / GB for name in peaks},
+            "peak_gb": {name: max(step["memory"][name] for step in figures["steps"]) / GB for name in PEAKS},
         }
     return summaries
 
@@ -390,20 +381,20 @@ def show(result: Mapping[str, Any]) -> None:
     console, summary = Console(width=160), result["summary"]
     if summary:
         columns = ["seconds\nof a step", "step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s"]
-        columns += ["swap\nms", "log p\ndifference", "peak GB,\ntorch", "peak GB,\nprocess"]
+        columns += ["log p\ndifference", "peak GB,\ntorch", "peak GB,\nprocess"]
         first = next(iter(summary.values()))["seconds"]["step"]
         rows = []
         for arm, of in summary.items():
             seconds, difference = of["seconds"], of["logp_diff_mean"]
             cells = [arm, f"{seconds['step']:.2f} {around(of['spread'])}", f"{first / seconds['step']:.2f}x"]
-            cells += [f"{seconds[part]:.2f}" for part in PARTS]
-            cells += [f"{of['rollout_tokens_per_s']:,.0f}", f"{of['training_tokens_per_s']:,.0f}"]
-            cells += [f"{of['swap_ms']:.1f}", "" if difference is None else f"{difference:.4f}"]
+            cells += [f"{seconds[part]:.3f}" for part in PARTS]
+            cells += [f"{of[part]:,.0f}" for part in ("rollout_tokens_per_s", "training_tokens_per_s")]
+            cells += ["" if difference is None else f"{difference:.4f}"]
             rows.append([*cells, *(f"{of['peak_gb'][kind]:.1f}" for kind in ("allocated", "process"))])
         work = (
             f"{result['shape']} shapes, {result['groups']} groups of {result['generations']}, {result['prompt']} "
             f"tokens in and {result['completion']} out, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
         )
-        console.print(table(f"GRPO step: {work}; arms {result['order']}", columns, rows))
+        console.print(table(f"GRPO step: {work}; arms one after the other", columns, rows))
     cached_tokens = result["groups"] * result["generations"] * (result["prompt"] + result["completion"])
     show_remarks(console, result["arms"], cached_tokens)

@@ -82,16 +82,15 @@ def compare(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: floa
         tested = stats.ttest_1samp(differences, 0.0)
         low, high = map(float, tested.confidence_interval(1 - ALPHA))
         p = float(tested.pvalue)
-    squares = both.var() / len(both)  # Welch's interval of the difference of two means
-    square = float(squares.sum())
-    freedom = square**2 / float((squares**2 / (len(both) - 1)).sum()) if square else 1.0
-    unpaired = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * sqrt(square)
+    unpaired = mean, mean
+    if both.var().sum():
+        unpaired = stats.ttest_ind(both.a, both.b, equal_var=False).confidence_interval(1 - ALPHA)
     return Comparison(
         *(*pair, len(both), mean, p, _sign_flips(differences)),
         low=low,
         high=high,
-        unpaired_low=mean - unpaired,
-        unpaired_high=mean + unpaired,
+        unpaired_low=float(unpaired[0]),
+        unpaired_high=float(unpaired[1]),
         differences=tuple(map(float, differences)),
     )
 

@@ -42,7 +42,6 @@ def test_arms_make_whole_steps_on_a_cpu(shape: str, names: str, tmp_path: Path) 
     assert done.exit_code == 0, done.output
     assert "1.00x" in done.output and "log p" in done.output
     result = json.loads(file.read_text())
-    assert result["order"] == "one after the other"
     assert {"torch", "trl", "peft"} < result["versions"].keys() and result["date"] and result["seed"] == 0
     for arm, found in result["arms"].items():
         assert found["recipe"]["quantization"] == arm
@@ -262,7 +261,6 @@ def test_the_first_step_is_not_counted() -> None:
     assert (summary["repeats"], summary["spread"]) == (3, pytest.approx(4 / 9))
     assert summary["rollout_tokens_per_s"] == pytest.approx(2 * 4 * 30 / (9 / 8))
     assert summary["training_tokens_per_s"] == pytest.approx(2 * 4 * 40 / (9 / 8))
-    assert summary["swap_ms"] == 1e3 * 9 / 8
     assert summary["peak_gb"]["process"] == pytest.approx(5.000000003)
     once = made_up(step(900.0), step(8.0))
     assert (once["repeats"], once["spread"]) == (1, None)
