@@ -19,13 +19,7 @@ from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import engine_options
 
 WARM_UP, REPEATS = 3, 10
-# each transport, and where the adapter is beforehand
-TRANSPORTS = {
-    "auto": "an engine in this process where there is one rank, else as ipc",
-    "ipc": "worker processes, which read the tensors from the GPU where they lie",
-    "shared": "worker processes, through shared memory, from tensors on the CPU",
-    "http": "a server: a request's body, from tensors on the CPU; with a GPU from GPU to GPU, too",
-}
+TRANSPORTS = ("auto", "ipc", "shared", "http")  # the command's help says what each is
 # of a server: (name in the result, transport of its client, device of the tensors)
 SERVER_WAYS = (("http", "http", "cpu"), ("http, shared memory", "shared", "cpu"), ("http, GPU to GPU", "ipc", "cuda"))
 LENGTH, SEQUENCES = 256, 8
