@@ -71,9 +71,3 @@ def again(product: Marlin | Humming) -> Marlin | Humming:
     other = copy.copy(product)
     other.layer = copy.deepcopy(product.layer)
     return other
-
-
-def check(name: str, y: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
-    """Raise AssertionError where an answer is further than ``limit`` from ``exact``, relative to it."""
-    error = ((y.double() - exact).norm() / exact.norm()).item()
-    assert error < limit, f"{name}: relative error {error:.1e}"

@@ -50,13 +50,19 @@ def two_parts(N: int, K: int, rank: int, operand: torch.dtype = torch.bfloat16) 
     return Adapter(a.to(operand), b.to(operand), spans(widths, rank).cuda())
 
 
+def agree(y: torch.Tensor, exact: torch.Tensor, what: str, limit: float | None = None) -> None:
+    """Raise AssertionError where ``y`` is further from ``exact`` than rounding, or the relative ``limit``, explains."""
+    error = ((y.double() - exact).norm() / exact.norm()).item()
+    assert error < (limit or ROUNDING[y.dtype]), f"{what}: relative error {error:.1e}"
+
+
 def check_shrink(M: int, K: int, rank: int, how: Shrink | None = None, operand: torch.dtype = torch.bfloat16) -> None:
     """Raise AssertionError where the adapter's first product is wrong or not the same twice."""
     a = torch.randn(padded(rank), K, device="cuda").to(operand)
     x = torch.randn(M, K + 48, device="cuda").to(operand)[:, 16 : 16 + K]
     poison(8)
     s, exact = shrink(x, a, how), x.double() @ a.double().t()
-    assert (s.double() - exact).norm() < ROUNDING[operand] * exact.norm(), f"s = x A^T is wrong for {(M, K, rank, how)}"
+    agree(s, exact, f"s = x A^T for {(M, K, rank, how)}")
     assert torch.equal(s, shrink(x, a, how)), f"s = x A^T is not the same twice for {(M, K, rank, how)}"
 
 
@@ -79,7 +85,7 @@ def within_a_minute() -> Iterator[None]:
 def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat16) -> None:
     """Raise AssertionError, which names what is wrong, for a configuration that fails."""
     torch.manual_seed(0)
-    tokens, bar = configuration.tokens, ROUNDING[operand]
+    tokens = configuration.tokens
     for N, K in ((192, 768), (144, 208 if configuration.depth < 4 else 512), (2064, 1280)):
         codes, scales = every_product(N, K, "cuda")
         w = nvfp4.dequantize(codes, scales).to(operand)  # exact in either type
@@ -105,8 +111,7 @@ def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat
                 poison()
                 y = gemm.product(x, scaled, configuration, bias)
                 exact = (x.double() @ w.double().t()) * row_scale.double() + bias.double()
-                error = ((y.double() - exact).norm() / exact.norm()).item()
-                assert error < bar, f"random ({M}, {N}, {K}): relative error {error:.1e}"
+                agree(y, exact, f"random ({M}, {N}, {K})")
                 for _ in range(3):
                     poison(8)
                     again = gemm.product(x, scaled, configuration, bias)
@@ -115,21 +120,13 @@ def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat
                 expected = exact + shrink(x, adapter.a).double() @ adapter.b.double().t()  # s is rounded
                 for how in (None, Shrink(Variant(16, 2, 16), 1, beside=True)):
                     y = gemm.product(x, scaled, configuration, bias, adapter, how)
-                    error = ((y.double() - expected).norm() / expected.norm()).item()
-                    assert error < bar, f"adapter ({M}, {N}, {K}), {how}: relative error {error:.1e}"
+                    agree(y, expected, f"adapter ({M}, {N}, {K}), {how}")
                     again = gemm.product(x, scaled, configuration, bias, adapter, how)
                     assert torch.equal(y, again), f"adapter ({M}, {N}, {K}), {how}: two runs give different bits"
                 for splits in (1, 3):
                     y = gemm.product(x, scaled, replace(configuration, splits=splits), bias)
-                    error = ((y.double() - exact).norm() / exact.norm()).item()
-                    assert error < bar, f"random ({M}, {N}, {K}) in {splits} runs: relative error {error:.1e}"
+                    agree(y, exact, f"random ({M}, {N}, {K}) in {splits} runs")
         assert not counters_for(scaled.counters, current_stream(0)).any(), "counters are not zero after a call"
-
-
-def agree(y: torch.Tensor, exact: torch.Tensor, what: str) -> None:
-    """Raise AssertionError where ``y`` is further from ``exact`` than rounding explains."""
-    error = ((y.double() - exact).norm() / exact.norm()).item()
-    assert error < ROUNDING[y.dtype], f"{what}: relative error {error:.1e}"
 
 
 def check_layer(

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import baselines
+import gate
 import tables
 import torch
 from layers import Layer, random_points
@@ -85,7 +86,7 @@ def time_layer(layer: Layer, tokens: Sequence[int], names: list[str], adapted: b
     for name in names:
         try:
             product = getattr(baselines, name)(packed.codes, packed.block_scales, scale)
-            baselines.check(name, product(few), exact, 2e-2)
+            gate.agree(product(few), exact, name, 2e-2)
             products[name] = [product, *(baselines.again(product) for _ in range(count - 1))]
         except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
             left_out[name] = f"{type(error).__name__}: {error}"[:200]
@@ -93,7 +94,7 @@ def time_layer(layer: Layer, tokens: Sequence[int], names: list[str], adapted: b
     rows = []
     for M in tokens:
         for name, (ours, limit) in right.items():
-            baselines.check(name, products[name][0](x[:M])[:64], ours[:M], limit)
+            gate.agree(products[name][0](x[:M])[:64], ours[:M], name, limit)
         calls = {name: [partial(product, x[:M]) for product in of] for name, of in products.items()}
         us = interleaved(calls, rounds=5, at_least=20 if M <= 256 else 6)
         row = {"shape": layer.name, "N": N, "K": K, "M": M, "us": {name: round(time, 3) for name, time in us.items()}}

@@ -15,13 +15,6 @@ from qerl_recipes.tasks import running_sum
 SHIPPED = demo.RECIPES / "starting_model"
 
 
-def results(base: float, adapter: float, width: float = 0.02) -> dict:
-    def result(accuracy: float) -> dict:
-        return {"accuracy": accuracy, "n": 512, "ci95": [accuracy - width, accuracy + width], "ended": 0.75}
-
-    return {"base": result(base), "adapter": result(adapter)}
-
-
 @pytest.mark.parametrize(
     ("base", "adapter", "width", "code"),
     [(0.2, 0.9, 0.02, 0), (0.2, 0.29, 0.02, 1), (0.2, 0.9, 0.4, 1), (0.5, 0.2, 0.02, 1)],
@@ -29,7 +22,9 @@ def results(base: float, adapter: float, width: float = 0.02) -> dict:
 )
 def test_the_exit_code_says_whether_the_adapter_learned(base: float, adapter: float, width: float, code: int) -> None:
     console = Console(record=True, file=io.StringIO(), width=200)
-    assert demo._conclude(console, results(base, adapter, width)) == code
+    shares = {"base": base, "adapter": adapter}
+    result = {policy: {"accuracy": share, "ci95": [share - width, share + width]} for policy, share in shares.items()}
+    assert demo._conclude(console, result) == code
     assert ("was expected" in console.export_text()) == code
 
 
