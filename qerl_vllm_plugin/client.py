@@ -53,14 +53,6 @@ def body(tensors: Tensors, config: Any, norms: Tensors | None = None) -> bytes:
     return b"".join(wire_body.pieces(joined(tensors, norms), plain_config(config)))
 
 
-def gpu_body(tensors: Tensors, config: Any) -> AbstractContextManager[bytes]:
-    """Return a context whose value is the body that describes tensors on a GPU of the server's machine.
-
-    It is valid inside the ``with`` block. Entering it raises CudaIPCError if the GPU memory cannot be shared.
-    """
-    return wire_body.describing(tensors, plain_config(config))
-
-
 class PolicyRefusedError(RuntimeError):
     """The server refused a call.
 
@@ -137,44 +129,6 @@ class _Client(ABC):
     async def _enter(self, block: AbstractContextManager[T], held: ExitStack) -> T:
         """Enter a block that takes a while, without holding up what else runs here; ``held`` leaves it."""
 
-    async def _swap(
-        self, tensors: Tensors | None, config: Any, norms: Tensors | None, version: int | None, requests: str
-    ) -> int:
-        """Send an adapter in the first way that reaches the server, or the call that serves the base alone."""
-        if tensors is None and norms:
-            raise AdapterError("trained norms travel beside an adapter: give its tensors and its config, too")
-        if tensors is not None and config is None:
-            raise AdapterError("an adapter needs its config: the content of adapter_config.json")
-        given, config = joined(tensors, norms), plain_config(config)
-        query = {"requests": requests} | ({} if version is None else {"version": str(version)})
-        put: Call = {"method": "PUT", "url": "policy", "params": query}
-        if tensors is None:
-            return int((await self._send({**put, "method": "DELETE"}))["version"])
-        if given and self._ways.transport != "http" and self._ways.gpus is None:
-            state = await self._send(STATE)
-            is_far, self._ways.gpus = state.get("machine") != shared_file.machine(), state.get("gpus", ())
-            self._ways.far = "the server is on another machine" if is_far else None
-        for way in self._ways.open(given) if given else ():
-            try:
-                with ExitStack() as held:
-                    kind, content = await self._named(way, given, config, held)
-                    call = {**put, "headers": {"Content-Type": kind}, "content": content}
-                    return int((await self._send(call))["version"])
-            except PolicyRefusedError as refused:
-                if refused.reason != UNREACHABLE:
-                    raise
-                self._ways.close(way, UnreachableError(refused))
-            except FAILURES as error:
-                self._ways.close(way, error)
-        length = len(next(wire_body.pieces(given, config))) + sum(tensor.nbytes for tensor in given.values())
-        put |= {"headers": {"Content-Length": str(length)}, "content": wire_body.pieces(given, config)}
-        return int((await self._send(put))["version"])
-
-    async def _set_noise(self, noise: dict[str, Any], requests: str) -> int:
-        call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": noise}
-        answer = await self._send(call)
-        return int(answer["noisy_norms"] if "noisy_norms" in answer else answer["touched"])  # an older server's name
-
     async def _named(self, way: str, given: Tensors, config: Any, held: ExitStack) -> tuple[str, bytes]:
         """Return content type and body of a request for an adapter that stays where it is until ``held`` ends."""
         if way == IPC:  # in this thread: its CUDA stream computes the tensors
@@ -228,7 +182,34 @@ class AsyncPolicyClient(_Client):
         requests: they go on under the new policy ("keep"), end first ("wait"), or are aborted ("abort").
         Raises AdapterError for an adapter without its config, norms without an adapter, or a name in both.
         """
-        return await self._swap(tensors, config, norms, version, requests)
+        if tensors is None and norms:
+            raise AdapterError("trained norms travel beside an adapter: give its tensors and its config, too")
+        if tensors is not None and config is None:
+            raise AdapterError("an adapter needs its config: the content of adapter_config.json")
+        given, config = joined(tensors, norms), plain_config(config)
+        query = {"requests": requests} | ({} if version is None else {"version": str(version)})
+        put: Call = {"method": "PUT", "url": "policy", "params": query}
+        if tensors is None:
+            return int((await self._send({**put, "method": "DELETE"}))["version"])
+        if given and self._ways.transport != "http" and self._ways.gpus is None:
+            state = await self._send(STATE)
+            is_far, self._ways.gpus = state.get("machine") != shared_file.machine(), state.get("gpus", ())
+            self._ways.far = "the server is on another machine" if is_far else None
+        for way in self._ways.open(given) if given else ():
+            try:
+                with ExitStack() as held:
+                    kind, content = await self._named(way, given, config, held)
+                    call = {**put, "headers": {"Content-Type": kind}, "content": content}
+                    return int((await self._send(call))["version"])
+            except PolicyRefusedError as refused:
+                if refused.reason != UNREACHABLE:
+                    raise
+                self._ways.close(way, UnreachableError(refused))
+            except FAILURES as error:
+                self._ways.close(way, error)
+        length = len(next(wire_body.pieces(given, config))) + sum(tensor.nbytes for tensor in given.values())
+        put |= {"headers": {"Content-Length": str(length)}, "content": wire_body.pieces(given, config)}
+        return int((await self._send(put))["version"])
 
     async def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
         """Install the adapter of a folder on this machine, as ``Policy.swap_folder`` does.
@@ -239,7 +220,8 @@ class AsyncPolicyClient(_Client):
         if trained_on is not None and state["base_hash"] not in (None, trained_on):
             raise AdapterError(f"{folder} was trained on another base than the server's ({state['base']})")
         saved = adapter_folder.read(folder)
-        return await self._swap(saved.tensors, saved.config, saved.norms, version, requests)
+        given = saved.tensors, saved.config
+        return await AsyncPolicyClient.swap(self, *given, norms=saved.norms, version=version, requests=requests)
 
     async def set_noise(
         self, sigma: float, *, seed: int, rollout: int, targets: Sequence[str] | None = None, requests: str = "keep"
@@ -247,11 +229,13 @@ class AsyncPolicyClient(_Client):
         """Set the noise on the norms and return how many carry it; sigma 0 restores them bit for bit."""
         noise: dict[str, Any] = {"sigma": sigma, "seed": seed, "rollout": rollout}
         noise |= {} if targets is None else {"targets": list(targets)}
-        return await self._set_noise(noise, requests)
+        call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": noise}
+        answer = await self._send(call)
+        return int(answer["noisy_norms"] if "noisy_norms" in answer else answer["touched"])  # an older server's name
 
     async def clear_noise(self, *, requests: str = "keep") -> None:
         """Restore the norms without noise, bit for bit."""
-        await self._set_noise({"sigma": 0.0, "seed": 0, "rollout": 0}, requests)
+        await AsyncPolicyClient.set_noise(self, 0.0, seed=0, rollout=0, requests=requests)
 
     async def state(self) -> dict[str, Any]:
         """Return the server's state.
@@ -306,10 +290,7 @@ class PolicyClient(_Client):
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """Return the certificates that httpx trusts, read once.
-
-    httpx would read them again for every call, which takes longer than a swap.
-    """
+    """Return the certificates that httpx trusts; reading them for every call would take longer than a swap."""
     return httpx.create_ssl_context()
 
 

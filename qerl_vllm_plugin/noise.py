@@ -86,10 +86,7 @@ def noisy(base: torch.Tensor, sigma: float, seed: int, rollout: int, name: str) 
 
 
 def all_noisy(bases: Mapping[str, torch.Tensor], sigma: float, seed: int, rollout: int) -> dict[str, torch.Tensor]:
-    """Return ``base + sigma * z`` in fp32 for each named norm; all of them must be on one device.
-
-    One transfer and two kernel launches serve all of them.
-    """
+    """Return ``base + sigma * z`` in fp32 for each named norm, all on one device, by one transfer and two launches."""
     if not bases:
         return {}
     sizes = {name: base.numel() for name, base in bases.items()}

@@ -9,7 +9,7 @@ checkpoint, also under noise and for trained norms. 1 + (w + Z) equals the (1 + 
 fp32 rounding.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from qerl_kernels.naive import rms_norm
@@ -30,10 +30,7 @@ def _is_ours() -> bool:
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> Output:
-    """Return the norm of ``x: (..., H)``.
-
-    With a residual, return the norm of the sum and the sum itself, which is rounded to the dtype of ``x`` first.
-    """
+    """Return the norm of ``x: (..., H)``; with a residual, the norm of the rounded sum and the sum itself."""
     if residual is None:
         return rms_norm(x, weight, epsilon)
     x = x + residual  # rounded before the norm, as in transformers: the residual stream has the activation dtype
@@ -45,21 +42,14 @@ class QerlRMSNorm(RMSNorm):
 
     weight: torch.nn.Parameter
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        var_hidden_size: int | None = None,
-        has_weight: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(hidden_size, eps, var_hidden_size, has_weight, dtype)
-        self.is_fp32 = has_weight and _is_ours()
+    def __init__(self, hidden_size: int, *given: Any, **named: Any) -> None:
+        super().__init__(hidden_size, *given, **named)
+        self.is_fp32 = self.has_weight and _is_ours()
         if self.is_fp32:
             if self.variance_size_override is not None:
                 raise ValueError(
                     "qerl_nvfp4 does not support an RMSNorm over a part of its input "
-                    f"({var_hidden_size} of {hidden_size} channels); serve this model without it"
+                    f"({self.variance_size_override} of {hidden_size} channels); serve this model without it"
                 )
             self.weight = torch.nn.Parameter(self.weight.data.float(), requires_grad=False)
 

@@ -49,10 +49,7 @@ class Options:
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
-        """Return the options in vLLM's ``additional_config``.
-
-        Raises ValueError for an unknown key and for a value of the wrong type or out of range.
-        """
+        """Return the options in vLLM's ``additional_config``; raise ValueError for an unknown key or unusable value."""
         given = additional_config.get("qerl", {}) if isinstance(additional_config, dict) else {}
         if not isinstance(given, dict):
             raise ValueError(f'--additional-config: "qerl" must be an object, not {given!r}')

@@ -326,10 +326,7 @@ class Policy:
         return engine_client.asked(self._llm, method, *args) or begun(call)
 
     def _answer(self, asked: Future[T]) -> T:
-        """Wait for the engine's answer and return it.
-
-        Raises PolicyLostError if none comes in time or the engine core has died.
-        """
+        """Return the engine's answer; raise PolicyLostError if none comes in time or the engine core has died."""
         try:
             return in_time(asked, self._timeout, functools.partial(engine_client.has_died, self._llm))
         except TimeoutError as error:
@@ -385,10 +382,7 @@ class Policy:
 
 
 def _parts(timer: Timer, first: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of a change by part; ``first`` is the first worker's answer.
-
-    The worker's own parts are subtracted from ``way``.
-    """
+    """Return the seconds of a change by part, those of the ``first`` worker's answer taken out of ``way``."""
     timer.seconds["way"] -= sum(first["parts"].values())
     return {**timer.seconds, **first["parts"]}
 

@@ -86,10 +86,7 @@ class QerlConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim a checkpoint only if the user named this method.
-
-        Raises CheckpointError for a checkpoint that cannot be read.
-        """
+        """Claim a checkpoint only if the user named this method; raise CheckpointError for one that cannot be read."""
         if user_quant != NAME:
             return None
         read_quantization(hf_quant_cfg, weight_only=True)

@@ -253,17 +253,17 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
     evaluation, saved, output = one.evaluation, one.saved, one.evaluation.output_dir
     if tasks:
         from qerl_recipes.evaluate.episodes import play, side_by_side
+    settings = one.settings()
     answered: dict[str, dict[str, Sequence[Any]]] = {}  # policy -> task -> its problems, as Judged or Played
     for label in one.policies:
         request = None if saved is None else install(llm, saved if label == "adapter" else None)
         if evaluation.noise_sigma:
             from qerl_vllm_plugin.policy import Policy
 
-            Policy(llm).set_noise(evaluation.noise_sigma, seed=evaluation.noise_seed or 0, rollout=0)
+            Policy(llm).set_noise(evaluation.noise_sigma, seed=settings["noise_seed"], rollout=0)
         answered[label] = {**ask(llm, request, benchmarks, evaluation, label)} if benchmarks else {}
         for task in tasks:
             answered[label][task.name] = play(llm, request, task, evaluation, label)
-    settings = one.settings()
     settings["sampling"]["use_chat_template"] = uses_template(llm.get_tokenizer(), evaluation)
     figures_of = {name: of_episodes if name in evaluation.episodes else summarize for name in evaluation.tasks}
     recipe = {} if saved is None else saved.recipe

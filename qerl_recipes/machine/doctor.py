@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_kernels.conditions import ask_driver
+from qerl_kernels.conditions import installed as versions
 from rich.console import Console
 from rich.table import Table
 
@@ -78,12 +79,7 @@ def examine() -> Report:
 
 def installed(package: str) -> str | None:
     """Return the version of an installed package, or None."""
-    for distribution in DISTRIBUTIONS.get(package, (package,)):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(iter(versions(DISTRIBUTIONS.get(package, (package,))).values()), None)
 
 
 def add_version(report: Report, package: str) -> None:
@@ -112,9 +108,8 @@ def add_device(report: Report) -> None:
     for index in range(torch.cuda.device_count()):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         memory = torch.cuda.get_device_properties(index).total_memory / 1e9
-        report.rows.append(
-            (f"GPU {index}", name, f"compute capability {capability[0]}.{capability[1]}, {memory:.0f} GB")
-        )
+        size = f"compute capability {capability[0]}.{capability[1]}, {memory:.0f} GB"
+        report.rows.append((f"GPU {index}", name, size))
         runs_marlin = capability >= BF16_CAPABILITY and capability != HOPPER
         tested = ON_TESTED if TESTED_GPUS & set(name.split()) else SAME_PATH if runs_marlin else UNTESTED
         report.rows.append(("", "", tested))
@@ -124,13 +119,8 @@ def add_device(report: Report) -> None:
                 f"{OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}. Use a newer GPU, or the CPU build of vLLM"
             )
             continue
-        report.rows.append(
-            (
-                "kernel",
-                f"{TILED if capability == HOPPER else MARLIN}; training: dequantize + cuBLAS",
-                "layers Marlin would change run on cuBLAS",
-            )
-        )
+        kernel = f"{TILED if capability == HOPPER else MARLIN}; training: dequantize + cuBLAS"
+        report.rows.append(("kernel", kernel, "layers Marlin would change run on cuBLAS"))
         if capability == HOPPER:
             from qerl_kernels.rule import untuned
 

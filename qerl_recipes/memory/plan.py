@@ -433,10 +433,7 @@ class _Run:
         return are_whole and is_one_step and (is_a_sum or training.gradient_accumulation_steps == 1)
 
     def working_parts(self, batch: MicroBatch, packs: int, checkpointed: int) -> tuple[Part, ...]:
-        """Return activations, temporary tensors and CUDA's own, with rows of ``packs`` tokens.
-
-        ``checkpointed`` blocks recompute their activations.
-        """
+        """Return activations, temporary tensors and CUDA's own, in rows of ``packs`` tokens."""
         itemsize, layers = self.itemsize, self.size.layers
         # With use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on a GPU.
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl_recipes.model.lora import together
 from qerl_recipes.model.packing import Segment
+from qerl_recipes.model.rounding import small
 
 NAME = "qerl_packed_sdpa"
 PROBE = f"{NAME}_probe"  # the same attention, which returns its options in place of attention weights
@@ -220,21 +221,13 @@ def _rotated(kind: Any) -> Any:
 
 def _rotates(kind: type, config: Any, layer: int) -> bool:
     """Return True if RotatedAttention computes, and calls the attention, as a small layer of class ``kind`` does."""
-    small = copy.deepcopy(config)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3}
-    for name, size in sizes.items():
-        if getattr(small, name, None) is not None:
-            setattr(small, name, size)
-    small._attn_implementation = PROBE
+    sizes = {name: size for name, size in sizes.items() if getattr(config, name, None) is not None}
     generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.device("cpu"):
-            theirs = kind(small, layer).float().eval()
-    except (AttributeError, TypeError):
-        return False  # built from other arguments: nothing is known about it
+    theirs = small(kind, config, {**sizes, "_attn_implementation": PROBE}, generator, layer)
+    if theirs is None:
+        return False
     with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
         ours = copy.deepcopy(theirs)
         ours.__class__ = _rotated(kind)
         x, angles = torch.randn(1, 9, 32, generator=generator), torch.randn(2, 1, 9, 8, generator=generator)

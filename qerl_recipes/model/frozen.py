@@ -24,6 +24,16 @@ from transformers import PreTrainedModel
 from qerl_vllm_plugin.weights.checkpoint import check_tensors
 
 
+def keeping_dtypes(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what moves a tensor to the device to which ``fn`` moves it, and leaves its dtype."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved = fn(tensor)
+        return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
+
+    return move
+
+
 class FrozenNVFP4Linear(torch.nn.Linear):
     """Compute y = x W^T + bias with W = code * block scale / divisor; only ``x`` receives a gradient.
 
@@ -88,13 +98,8 @@ class FrozenNVFP4Linear(torch.nn.Linear):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FrozenNVFP4Linear":
         """Move to another device as any module does; ``.to(dtype)`` leaves the packed weight's own dtypes alone."""
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            is_buffer = not isinstance(tensor, torch.nn.Parameter)
-            return tensor.to(moved.device) if is_buffer and moved.dtype != tensor.dtype else moved
-
-        super()._apply(move, recurse)
+        keep = keeping_dtypes(fn)
+        super()._apply(lambda tensor: (fn if isinstance(tensor, torch.nn.Parameter) else keep)(tensor), recurse)
         if self.bias is not None:
             self.dtype = self.bias.dtype
         return self
@@ -203,12 +208,7 @@ class FrozenNVFP4Experts(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FrozenNVFP4Experts":
         """Move between devices; ``.to(dtype)`` leaves the packed weights and their scales alone."""
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
-
-        super()._apply(move, recurse)
+        super()._apply(keeping_dtypes(fn), recurse)
         return self
 
     def extra_repr(self) -> str:

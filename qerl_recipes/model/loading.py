@@ -1,9 +1,9 @@
 """Load the trainer's model: a Hugging Face causal language model whose frozen linears are NVFP4, BF16 or NF4."""
 
+import contextlib
 import warnings
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -226,27 +226,18 @@ def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
     return torch.stack(list(amaxes.values())).amax()
 
 
-class _Tensors:
+class _Tensors(contextlib.ExitStack):
     """Read the tensors of a checkpoint by name, each from its shard when requested; ``used`` holds their names."""
 
     def __init__(self, report: CheckpointReport) -> None:
+        super().__init__()
         self.report = report
         self.used: set[str] = set()
-        self._shards: dict[Path, object] = {}
+        self._shards: dict[Path, Any] = {}
 
     def get(self, name: str) -> torch.Tensor:
         file = self.report.tensors[name].file
         if file not in self._shards:
-            self._shards[file] = safe_open(file, framework="pt", device="cpu").__enter__()
+            self._shards[file] = self.enter_context(safe_open(file, framework="pt", device="cpu"))
         self.used.add(name)
-        return self._shards[file].get_tensor(name)  # type: ignore[attr-defined]
-
-    def __enter__(self) -> "_Tensors":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for shard in self._shards.values():
-            shard.__exit__(None, None, None)  # type: ignore[attr-defined]
-        self._shards.clear()
+        return self._shards[file].get_tensor(name)

@@ -10,6 +10,7 @@ from qerl_kernels.rms_norm import rms_norm
 from safetensors.torch import load_file, save_file
 
 from qerl_recipes.files.adapter import NORMS
+from qerl_recipes.model.frozen import keeping_dtypes
 from qerl_vllm_plugin import noise
 
 
@@ -39,12 +40,7 @@ class TrainerRMSNorm(torch.nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Move between devices; ``.to(dtype)`` leaves weight and noise in fp32, or rounding would lose the noise."""
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
-
-        return super()._apply(move, recurse)
+        return super()._apply(keeping_dtypes(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, epsilon={self.epsilon}, rounded={self.rounded}, offset={self.offset}"

@@ -7,6 +7,7 @@ operation and rounds to BF16 in between. Then the policy that learns would diffe
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,17 +89,31 @@ def replace_rotations(model: PreTrainedModel) -> int:
 
 def _is_gated_by_silu(kind: type, config: object) -> bool:
     """Return True if a small module of class ``kind`` computes what GatedMLP does."""
-    small = copy.deepcopy(config)
-    small.hidden_size, small.intermediate_size = 8, 24  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.device("cpu"):
-            module = kind(small).float()
-    except (AttributeError, TypeError):
-        return False  # built from other arguments than a config: nothing is known about it
+    module = small(kind, config, {"hidden_size": 8, "intermediate_size": 24}, generator)
+    if module is None:
+        return False
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
         x = torch.randn(3, 8, generator=generator)
         ours = GatedMLP(module.gate_proj, module.up_proj, module.down_proj)(x)
         return torch.allclose(module(x), ours, rtol=1e-4, atol=1e-4)
+
+
+def small(
+    kind: Any, config: object, sizes: Mapping[str, Any], generator: torch.Generator, *others: Any
+) -> torch.nn.Module | None:
+    """Return a module of class ``kind``, as ``config`` with ``sizes`` says, with random weights in fp32.
+
+    None if the class takes other arguments than a config and ``others``: nothing is known about it then.
+    """
+    changed = copy.deepcopy(config)
+    for name, size in sizes.items():
+        setattr(changed, name, size)
+    try:
+        with torch.device("cpu"):
+            module: torch.nn.Module = kind(changed, *others).float().eval()
+    except (AttributeError, TypeError):
+        return None
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return module

@@ -4,19 +4,14 @@
 it names the key, the limit and the way out.
 """
 
-import dataclasses
 import importlib.util
-import json
-import os
-import shlex
-import urllib.parse
 from collections.abc import Iterator
 
-from qerl_recipes.recipe.configs import SERVER, GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.configs import SERVER, WANDB, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import SMALLEST_TEMPERATURE, sampling_parameters, wrong_bias
-from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER, Refusal, refusals, refused
-from qerl_vllm_plugin.wire.address import parted, shown
+from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER, refusals
+from qerl_recipes.recipe.server_keys import DEFAULTS
 
 CHOICES = {
     "vllm_mode": ("colocate", SERVER),
@@ -33,19 +28,11 @@ NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
 WITHOUT_SCALE = "multiplies the adapter by 0, so that nothing would be trained"
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning rate
 
-API_KEY = "VLLM_API_KEY"  # environment variable, which the server reads too
-SERVER_KEYS = ("vllm_server_base_url", "vllm_server_timeout", "overlap")
 # keys of memory that an engine in the trainer's process takes -> what to set on a server instead
 ENGINE_KEYS = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
     "vllm_kv_cache_memory_bytes": "--kv-cache-memory-bytes of the server",
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works",
-}
-# fields of vLLM's SamplingParams that a request to /v1/completions accepts under the same name
-IN_A_REQUEST = {
-    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "spaces_between_special_tokens"),
 }
 # vLLM's ways to draft without a second model -> the fields that each needs, and the others that it has
 DRAFTS = {
@@ -60,7 +47,6 @@ DRAFTS = {
         ),
     ),
 }
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
 
 
 def problems(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> list[str]:
@@ -126,15 +112,14 @@ def narrowing(training: GRPOConfig) -> Iterator[str]:
 
 def without_effect(training: GRPOConfig) -> Iterator[str]:
     """Yield a warning, with the way out, for keys that do nothing, or that make logp_diff less telling."""
-    if "wandb" not in (training.report_to or ()):
-        keys = ("wandb_entity", "wandb_project", "wandb_run_group")
-        if unused := [key for key in keys if getattr(training, key) is not None]:
-            yield f"{', '.join(unused)}: without effect, for report_to has no wandb; add it, or remove them"
+    named = [key for key in WANDB if getattr(training, key) is not None]
+    if named and "wandb" not in (training.report_to or ()):
+        yield f"{', '.join(named)}: without effect, for report_to has no wandb; add it, or remove them"
     if training.vllm_mode == SERVER:
         unused = [
             f"{key}: {value} has no effect with vllm_mode: {SERVER} ({instead})"
             for key, instead in ENGINE_KEYS.items()
-            if (value := getattr(training, key)) != _DEFAULTS[key]
+            if (value := getattr(training, key)) != DEFAULTS[key]
         ]
         if unused:
             yield "; ".join(unused)
@@ -388,63 +373,3 @@ def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
         yield "lora_target_modules is empty; name linear layers of the blocks, or all-linear"
     if training.train_norms and training.beta:
         yield "beta needs a reference without trained norms; with train_norms use beta: 0"
-
-
-def server_problems(training: GRPOConfig) -> Iterator[str]:
-    """Yield a line for each key about a server that cannot be honoured in the recipe's ``vllm_mode``."""
-    if training.vllm_mode != SERVER:
-        for key in SERVER_KEYS:
-            if (value := getattr(training, key)) != _DEFAULTS[key]:
-                way_out = f"vllm_mode: {training.vllm_mode} has an engine of its own; use vllm_mode: {SERVER}"
-                yield refused(key, Refusal((), f"{way_out}, or remove the key"), value)
-        return
-    if training.rollout_engine != _DEFAULTS["rollout_engine"]:
-        yield f"vllm_mode: {SERVER} is a mode of rollout_engine: vllm, not of {training.rollout_engine}; remove one"
-    if training.quantization != "qerl_nvfp4":
-        yield (
-            f"vllm_mode: {SERVER} changes the adapter in the server's layers, which only qerl_nvfp4 has, not "
-            f"quantization: {training.quantization}; use vllm_mode: colocate for it"
-        )
-    if (size := training.vllm_tensor_parallel_size) != 1:
-        yield (
-            f"vllm_tensor_parallel_size: {size} is of an engine among the trainer's processes; with vllm_mode: "
-            f"{SERVER} start the server with --tensor-parallel-size {size}, and remove the key"
-        )
-    if (drafts := training.vllm_speculative_config) is not None:
-        yield (
-            f"vllm_speculative_config is of an engine in the trainer's process; with vllm_mode: {SERVER} start the "
-            f"server with --speculative-config {shlex.quote(json.dumps(drafts))}, and remove the key"
-        )
-    yield from _address_problems(training)
-    if not training.vllm_server_timeout > 0:
-        yield f"vllm_server_timeout must be above 0 seconds, not {training.vllm_server_timeout:g}"
-    if unknown := sorted(set(training.generation_kwargs or ()) - IN_A_REQUEST):
-        yield (
-            f"generation_kwargs: a request to a server cannot carry {', '.join(unknown)}; it can "
-            f"{', '.join(sorted(IN_A_REQUEST))}"
-        )
-
-
-def _address_problems(training: GRPOConfig) -> Iterator[str]:
-    if (url := training.vllm_server_base_url) is None:
-        return
-    if not _is_address(url):
-        yield (
-            f"vllm_server_base_url: {shown(url)!r} is no address; it looks like http://127.0.0.1:8000, without a "
-            "query, and in a user's password / ? # @ are %2F %3F %23 %40"
-        )
-    elif parted(url)[1] is not None and os.environ.get(API_KEY):
-        yield (
-            f"vllm_server_base_url names a user, who would be sent in place of the key of {API_KEY}; leave one of the "
-            "two out"
-        )
-
-
-def _is_address(url: str) -> bool:
-    try:
-        plain, _ = parted(url)
-        parts = urllib.parse.urlsplit(plain)
-        is_plain = not any(character.isspace() or character in "@?#" for character in plain)
-        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an invalid port
-        return False

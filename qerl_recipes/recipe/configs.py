@@ -7,17 +7,20 @@ are on, ``dtype`` is bfloat16, and ``lora_target_modules`` is all-linear. ``lora
 trainer's log-probabilities differ from the engine's. Importance correction truncates per token at 2.
 """
 
-import json
+import argparse
 import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import trl
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from qerl_recipes.recipe import batches
+from qerl_recipes.recipe.batches import AS_MANY_AS_FIT as AS_MANY_AS_FIT
+from qerl_recipes.recipe.batches import PACK_TOKENS as PACK_TOKENS
 from qerl_recipes.recipe.file import (
     ConfigError,
     RecipeParser,
@@ -29,6 +32,8 @@ from qerl_recipes.recipe.file import (
 )
 from qerl_recipes.recipe.generation import template_text
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, QUANTIZATIONS, refusals
+from qerl_recipes.recipe.script import ScriptArguments as ScriptArguments
+from qerl_recipes.recipe.script import refuse_below_1
 from qerl_vllm_plugin.noise import MAX_SIGMA
 from qerl_vllm_plugin.wire.address import shown
 
@@ -39,108 +44,10 @@ NOISE_MODES = ("none", "engine", "engine_is", "both")
 DEFAULT_NOISE_MODE = "both"  # if only sigmas are set; engine and trainer then differ as they do without noise
 # Source: the paper (arXiv 2510.11696), table 4.
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
-PACK_TOKENS = 16384  # at this size, expanding the 4-bit weights costs little beside the matrix products
 FAST_TOKENS = 4096  # a packed row of this size is by some 3 % slower than one of twice the size
 AS_FEW_AS_FIT = -1  # a value of recompute_layers
-AS_MANY_AS_FIT = -1  # a value of pack_tokens
-MICRO_BATCH = 8  # TRL's default of per_device_train_batch_size
+WANDB = ("wandb_entity", "wandb_project", "wandb_run_group")  # keys, and in capitals environment variables
 _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
-
-
-@dataclass
-class ScriptArguments(trl.ScriptArguments):
-    """Hold the keys for data, rewards and the adapter to start from, under Open-R1's names where it has them."""
-
-    dataset_kwargs: dict | str | None = key(
-        None, "Options of a generated data set, such as {min_terms: 3} of reasoning_gym."
-    )
-    dataset_size: int | None = key(None, "Number of training problems; None is all.")
-    dataset_seed: int = key(0, "Seed of a generated data set and of dataset_size.")
-    dataset_prompt_column: str | None = key(None, "Column with the prompt; None is the data set's own, or prompt.")
-    max_prompt_length: int | None = key(None, "Prompts with more tokens are left out (TRL no longer truncates them).")
-    system_prompt: str | None = key(None, 'System message before every prompt; "" is none.')
-    adapter_name_or_path: str | None = key(None, "Folder of an existing adapter to continue from.")
-    reward_funcs: list[str] = key(
-        ["accuracy", "format", "tag_count"],
-        "Rewards by name (built in or from a plugin) or by dotted path, such as my_package.reward. With "
-        "environments the default is none.",
-    )
-    cosine_min_value_wrong: float = key(0.0, "cosine: wrong, shortest.")
-    cosine_max_value_wrong: float = key(-0.5, "cosine: wrong, longest.")
-    cosine_min_value_correct: float = key(0.5, "cosine: correct, longest.")
-    cosine_max_value_correct: float = key(1.0, "cosine: correct, shortest.")
-    cosine_max_len: int = key(1000, "cosine: length, in characters, of the longest.")
-    repetition_n_grams: int = key(3, "repetition_penalty: words in an n-gram.")
-    repetition_max_penalty: float = key(-1.0, "repetition_penalty: lowest reward, <= 0.")
-    max_completion_len: int = key(16384, "soft_overlong_punishment: tokens allowed.")
-    soft_punish_cache: int = key(4096, "soft_overlong_punishment: tokens of the slope.")
-    code_language: str = key("python", "code_format: language of the code block.")
-    code_provider: str = key(
-        "e2b",
-        "code, binary_code: where programs run. local is this machine, with limits that are no isolation.",
-        choices=("e2b", "morph", "piston", "local"),
-    )
-    parallel_code_exec_per_proc: int = key(2, "code, binary_code: programs that run at a time, for each process.")
-    tools: list[str] = key([], "Functions that completions may call, by name or by dotted path (my_package.multiply).")
-    environments: dict | str | None = key(
-        None,
-        "An environment by name or by dotted path, such as my_package.Wordle or my_package:Wordle; or a "
-        "mapping {NAME: one of these}, whose NAMEs a column environment of the data names. Its methods are tools.",
-    )
-    environment_kwargs: dict | str | None = key(
-        None, "Arguments of the environment's class; with a mapping, {NAME: arguments}."
-    )
-    environment_python: str | None = key(
-        None, "Interpreter in which environments run, such as VENV/bin/python; None is the trainer's own."
-    )
-    rollout_func: str | None = key(None, "TRL's rollout_func(prompts, trainer) in place of the engine, by dotted path.")
-    refused: list[str] = field(default_factory=list, init=False)  # set by parse: refusals of keys that are no fields
-    is_without_gpu: bool = field(default=False, init=False)  # set by parse: did the machine decide use_cpu?
-
-    def __post_init__(self) -> None:
-        self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
-        if not isinstance(self.environments, str) or self.environments.startswith("{"):
-            self.environments = _mapping("environments", self.environments)
-        self.environment_kwargs = _mapping("environment_kwargs", self.environment_kwargs)
-        self.system_prompt = self.system_prompt or None  # so that the flag --system_prompt "" removes a recipe's
-        for name in ("dataset_size", "max_prompt_length"):
-            _refuse_below_1(self, name, "leave it out for no limit")
-
-
-def _refuse_below_1(arguments: Any, name: str, way_out: str) -> None:
-    """Raise ConfigError if the number that ``arguments`` have for the key ``name`` is neither None nor at least 1."""
-    if (value := getattr(arguments, name)) is not None and value < 1:
-        raise ConfigError(f"{name} must be at least 1, not {value}; {way_out}")
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a mapping of YAML, or of a flag's JSON text; None stays None. Raises ConfigError for anything else."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{name} must be a JSON mapping, not {value!r}") from error
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{name} must be a mapping, not {value!r}")
-    return value
-
-
-class _Batches(NamedTuple):
-    """Hold the batch sizes that a recipe names, None for each that it does not name.
-
-    ``rows`` is ``per_device_train_batch_size``, ``micro_batches`` is ``gradient_accumulation_steps``, ``rollout`` is
-    ``generation_batch_size`` and ``steps`` is ``steps_per_generation``.
-    """
-
-    rows: int | None
-    micro_batches: int | None
-    rollout: int | None
-    steps: int | None
-
-    @property
-    def is_by_trl(self) -> bool:
-        """Return True if the recipe cuts a step into micro-batches by TRL's keys."""
-        return self.rows is not None or self.micro_batches is not None
 
 
 @dataclass
@@ -258,20 +165,20 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(
                 f"dynamic_sampling_metric: {self.dynamic_sampling_metric} has no effect without dynamic_sampling: true"
             )
-        _refuse_below_1(self, "dynamic_sampling_max_rounds", "to go without, use dynamic_sampling: false")
-        _refuse_below_1(self, "vllm_kv_cache_memory_bytes", "leave it out to measure")
+        refuse_below_1(self, "dynamic_sampling_max_rounds", "to go without, use dynamic_sampling: false")
+        refuse_below_1(self, "vllm_kv_cache_memory_bytes", "leave it out to measure")
         self._check_checkpointing()
         if self.chat_template is not None:
             try:
                 self.chat_template = template_text(self.chat_template)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-        batches = self._fill_in_batches()
+        named = batches.fill_in(self)
         try:
             super().__post_init__()
         except ValueError as error:
-            raise ConfigError(self._not_whole_groups() or str(error)) from error
-        self._settle_batches(batches)
+            raise ConfigError(batches.not_whole_groups(self) or str(error)) from error
+        batches.settle(self, named)
         if self.fp16:
             self.mixed_precision = "no"  # accelerate's loss scaler would skip steps; the trainer has its own
 
@@ -292,77 +199,6 @@ class GRPOConfig(trl.GRPOConfig):
     def server_address(self) -> str:
         """Return the server's address without /v1, perhaps with user and password: do not show it."""
         return str((self.vllm_server_base_url or TRLS_SERVER).rstrip("/").removesuffix("/v1"))
-
-    def _fill_in_batches(self) -> "_Batches":
-        """Fill in the batch sizes that TRL computes with, and return what the recipe says of them.
-
-        Without ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` each process gets its share of a
-        step as one micro-batch of TRL's, which the trainer splits.
-        """
-        asked = _Batches(
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            self.generation_batch_size,
-            self.steps_per_generation,
-        )
-        # a quantile over the tokens of a micro-batch does not follow from those of its parts
-        self.splits_by_tokens = not asked.is_by_trl and self.top_entropy_quantile == 1
-        if self.pack_tokens is None:
-            self.pack_tokens = AS_MANY_AS_FIT
-        if self.pack_tokens < AS_MANY_AS_FIT:
-            raise ConfigError(
-                f"pack_tokens must be at least 1, 0 for padded batches or -1 for as many as fit, not {self.pack_tokens}"
-            )
-        if self.pack_tokens == AS_MANY_AS_FIT and not self.splits_by_tokens:
-            self.pack_tokens = PACK_TOKENS
-        self.per_device_train_batch_size = MICRO_BATCH if asked.rows is None else asked.rows
-        self.gradient_accumulation_steps = 1 if asked.micro_batches is None else asked.micro_batches
-        if asked.rollout is not None and not asked.is_by_trl:
-            # TRL, which counts the processes, then returns the share of each as steps_per_generation
-            self.per_device_train_batch_size, self.steps_per_generation = 1, None  # type: ignore[assignment]
-        return asked
-
-    def _settle_batches(self, asked: "_Batches") -> None:
-        """Divide a rollout into steps, now that TRL has divided it among processes; warn of an unexpected division."""
-        if asked.rollout is None:
-            return
-        share, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
-        if not asked.is_by_trl:
-            steps = asked.steps or 1
-            if share % steps:
-                raise ConfigError(
-                    f"steps_per_generation: {steps} does not divide the {share} completions that each process has of "
-                    f"generation_batch_size: {asked.rollout}"
-                )
-            self.per_device_train_batch_size, self.steps_per_generation = share // steps, steps
-        elif None in (asked.rows, asked.micro_batches) and share != accumulated:
-            missing = "per_device_train_batch_size" if asked.rows is None else "gradient_accumulation_steps"
-            warnings.warn(
-                f"{missing} is not set, and TRL's default for it is {getattr(self, missing)}: an optimizer step has "
-                f"{asked.rollout * accumulated // share} of the {asked.rollout} completions of generation_batch_size; "
-                "set both keys, or neither",
-                stacklevel=4,
-            )
-
-    def _not_whole_groups(self) -> str | None:
-        """Say what to change where a rollout is not a whole number of groups; return None where it is."""
-        size, group = self.generation_batch_size, self.num_generations
-        if not isinstance(size, int) or group < 1 or size % group == 0:
-            return None
-        if self.splits_by_tokens:
-            return (
-                f"generation_batch_size: {size} is not whole groups of num_generations: {group}; use "
-                f"{max(1, size // group) * group} or another multiple of {group}"
-            )
-        batch, steps, processes = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
-        whole = group // math.gcd(group, steps * processes)  # whole groups need a multiple of this
-        launched = group // math.gcd(group, batch * steps)
-        return (
-            f"a rollout of {size} completions (per_device_train_batch_size {batch} x steps_per_generation {steps} x "
-            f"processes {processes}) is not whole groups of num_generations: {group}; use "
-            f"per_device_train_batch_size: {max(whole, batch // whole * whole)}, or a multiple of {launched} processes "
-            f"(accelerate launch --num_processes {launched})"
-        )
 
     def _check_checkpointing(self) -> None:
         if self.recompute_layers is None:
@@ -409,7 +245,7 @@ class GRPOConfig(trl.GRPOConfig):
                     f"the noise is annealed from sigma_start to sigma_end: 0 < sigma_end <= sigma_start, "
                     f"not {self.sigma_end} and {self.sigma_start}; for no noise use noise_mode: none"
                 )
-            _refuse_below_1(self, "num_stages", "for no noise use noise_mode: none")
+            refuse_below_1(self, "num_stages", "for no noise use noise_mode: none")
         if self.noise_seed is None:
             self.noise_seed = self.seed
         uncorrected = self.noise_mode == "engine"
@@ -510,19 +346,14 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
 
 
 def _split_config(flags: list[str]) -> tuple[list[str], str | None]:
-    rest: list[str] = []
-    path: str | None = None
-    while flags:
-        flag = flags.pop(0)
-        if flag != "--config" and not flag.startswith("--config="):
-            rest.append(flag)
-            continue
-        if path is not None:
-            raise ConfigError("--config may be given once; put both recipes into one file")
-        path = flag.partition("=")[2] or (flags.pop(0) if flags else "")
-        if not path or path.startswith("--"):
-            raise ConfigError("--config needs the path of a recipe")
-    return rest, path
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[], nargs="?", const="")
+    given, rest = parser.parse_known_args(flags)
+    if len(given.config) > 1:
+        raise ConfigError("--config may be given once; put both recipes into one file")
+    if "" in given.config:
+        raise ConfigError("--config needs the path of a recipe")
+    return rest, next(iter(given.config), None)
 
 
 def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:
@@ -539,9 +370,4 @@ def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:
 
 def tracker_environment(training: GRPOConfig) -> dict[str, str]:
     """Return the variables by which Weights & Biases takes the wandb_* keys; set them before the trainer starts."""
-    named = {
-        "WANDB_ENTITY": training.wandb_entity,
-        "WANDB_PROJECT": training.wandb_project,
-        "WANDB_RUN_GROUP": training.wandb_run_group,
-    }
-    return {name: value for name, value in named.items() if value is not None}
+    return {key.upper(): value for key in WANDB if (value := getattr(training, key)) is not None}

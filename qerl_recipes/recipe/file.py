@@ -175,7 +175,8 @@ def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:
 def _drop(key: str, value: object, where: str) -> str | None:
     """Warn that a key has no effect, or return the refusal of a value that asks for something else."""
     dropped = WITHOUT_EFFECT[key]
-    if str(value).lower() not in {str(allowed).lower() for allowed in dropped.allowed}:  # a flag's value is always text
+    allowed = dropped.allowed and {str(one).lower() for one in dropped.allowed}  # a flag's value is always text
+    if allowed and str(value).lower() not in allowed:
         return refused(key, dropped, value)
     warnings.warn(f"{where}: {key} has no effect: {dropped.way_out}", stacklevel=3)
     return None
@@ -272,7 +273,7 @@ def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[st
         following = flags[i + 1] if i + 1 < len(flags) and not flags[i + 1].startswith("--") else None
         if key in WITHOUT_EFFECT:
             words = [value] if equals else list(itertools.takewhile(lambda w: not w.startswith("--"), flags[i + 1 :]))
-            is_list = isinstance(WITHOUT_EFFECT[key].allowed[0], list)
+            is_list = WITHOUT_EFFECT[key].allowed == ([],)
             dropped[key] = _drop(key, words if is_list else " ".join(words) or True, "command line")
             skip = 0 if equals else len(words)
         elif key in RENAMED:

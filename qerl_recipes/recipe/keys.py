@@ -20,9 +20,9 @@ CANNOT_RUN = "this recipe cannot run"  # begins a refusal by `qerl train`; a stu
 
 @dataclass(frozen=True)
 class Refusal:
-    """Hold the values of a key that a recipe may have, and what to do instead of any other value."""
+    """Hold the values of a key that a recipe may have, None for all, and what to do instead of any other value."""
 
-    allowed: tuple[Any, ...]
+    allowed: tuple[Any, ...] | None
     way_out: str
 
 
@@ -58,7 +58,7 @@ WITHOUT_EFFECT = {
         "it as dataset_name"
     ),
     "code_eval_scoring_mode": Refusal(("pass_fail", "partial", "weighted_sum"), OF_OPEN_R1),
-    "code_eval_test_batch_size": Refusal(tuple(range(-1, 1001)), OF_OPEN_R1),
+    "code_eval_test_batch_size": Refusal(None, OF_OPEN_R1),
     **dict.fromkeys(
         ("e2b_router_url", "morph_router_url"),
         Refusal((None,), "e2b and Morph are asked by their own clients; remove the key, or use code_provider: piston"),
@@ -82,43 +82,32 @@ BELONGS_ELSEWHERE = {
     "config": "a recipe names the one that it goes on from by extends",
 }
 
-# reason and way out -> each key that it refuses, with the values that ask for what happens anyway
+# reason and way out -> the keys that it refuses, with the values that ask for what happens anyway
 _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "checkpoints are loaded by model_name_or_path, model_revision, dtype and attn_implementation alone, and without "
-    "code of their own; remove the key": {
-        "model_init_kwargs": (None,),
-        "trust_remote_code": (False,),
-    },
+    "code of their own; remove the key": {"model_init_kwargs": (None,), "trust_remote_code": (False,)},
     "only an adapter of linear layers is trained, and norms with train_norms, while embeddings, head, experts and "
     "routers are frozen; use lora_target_modules, or TRL itself for full fine-tuning": {
         "use_peft": (True,),
-        "lora_target_parameters": (None,),
-        "lora_modules_to_save": (None, []),
+        "lora_target_parameters optim_target_modules": (None,),
         "lora_task_type": ("CAUSAL_LM",),
+        "lora_modules_to_save": (None, []),
         "router_aux_loss_coef": (None, 0.0),
-        "optim_target_modules": (None,),
     },
     "it acts in the trainer only, while the engine samples without it, so that every update would be off-policy; "
     "remove the key (noise_mode adds noise to both)": {
         "lora_dropout": (0.0,),
-        "use_dora": (False,),
-        "cast_lm_head_to_fp32": (False,),
+        "use_dora cast_lm_head_to_fp32": (False,),
         "neftune_noise_alpha": (None,),
     },
     "the base-weight format has a key of its own; use quantization: qerl_nvfp4, nf4 or bf16": {
-        "load_in_8bit": (False,),
-        "load_in_4bit": (False,),
+        "load_in_8bit load_in_4bit use_bnb_nested_quant": (False,),
         "bnb_4bit_quant_type": ("nf4",),
-        "use_bnb_nested_quant": (False,),
         "bnb_4bit_quant_storage": (None,),
     },
     "frozen linears with a handwritten backward stand where it would act; remove the key": {
-        "use_cache": (False,),
-        "use_liger_kernel": (False,),
-        "liger_kernel_config": (None,),
-        "torch_compile": (False,),
-        "torch_compile_backend": (None,),
-        "torch_compile_mode": (None,),
+        "use_cache use_liger_kernel torch_compile": (False,),
+        "liger_kernel_config torch_compile_backend torch_compile_mode": (None,),
         "debug": ("", [], None),
     },
     "rollouts always come from vLLM, with its own models and batching, and a server takes the policy over HTTP; remove "
@@ -126,10 +115,8 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_vllm": (True,),
         "vllm_model_impl": ("vllm",),
         "vllm_group_port": (51216,),
-        "cache_implementation": (None,),
-        "use_transformers_continuous_batching": (False,),
-        "transformers_continuous_batching_config": (None,),
-        "use_transformers_paged": (False,),
+        "cache_implementation transformers_continuous_batching_config": (None,),
+        "use_transformers_continuous_batching use_transformers_paged": (False,),
     },
     "the address of a server is one key; use vllm_server_base_url: http://HOST:PORT": {
         "vllm_server_host": ("0.0.0.0",),
@@ -139,7 +126,7 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "the loss is computed from rewards, which read all columns of the data, and not from labels; remove the key": {
         "remove_unused_columns": (False,),
         "label_names": (None,),
-        "label_smoothing_factor": (0.0, 0),
+        "label_smoothing_factor": (0.0,),
     },
     "the reference policy of beta is the base, or adapter_name_or_path as it was; remove the key": {
         "sync_ref_model": (False,),
@@ -152,41 +139,35 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "data_seed": (None,),
         "train_sampling_strategy": ("random",),
         "length_column_name": ("length",),
-        "ignore_data_skip": (False,),
-        "dataset_streaming": (False,),
+        "ignore_data_skip dataset_streaming": (False,),
     },
     "evaluation while training is the reward on every held-out prompt, on the weights and in the dtype of training; "
     "remove the key, and use qerl evaluate for other figures": {
-        "dataloader_drop_last": (False,),
-        "do_predict": (False,),
-        "prediction_loss_only": (False,),
+        "dataloader_drop_last do_predict prediction_loss_only eval_use_gather_object batch_eval_metrics": (False,),
+        "bf16_full_eval fp16_full_eval": (False,),
         "eval_do_concat_batches": (True,),
-        "eval_use_gather_object": (False,),
         "eval_accumulation_steps": (None,),
         "include_for_metrics": ([],),
-        "batch_eval_metrics": (False,),
-        "bf16_full_eval": (False,),
-        "fp16_full_eval": (False,),
     },
     "every checkpoint is written once, between rollouts, with all that a resume needs, and none is reloaded as best; "
     "remove the key, keep all of them and choose by qerl evaluate": {
-        "save_only_model": (False,),
-        "save_on_each_node": (False,),
-        "enable_jit_checkpoint": (False,),
-        "load_best_model_at_end": (False,),
-        "metric_for_best_model": (None,),
-        "greater_is_better": (None,),
+        "save_only_model save_on_each_node enable_jit_checkpoint load_best_model_at_end": (False,),
+        "metric_for_best_model greater_is_better": (None,),
     },
     "frozen NVFP4 weights are trained on one GPU or with plain data parallelism (accelerate launch); remove the key": {
         "ds3_gather_for_generation": (True,),
-        "deepspeed": (None,),
+        "deepspeed parallelism_config": (None,),
+        "ignore_bias_buffers": (False,),
         "fsdp": (None, "", False, [], {}),
         "fsdp_config": (None, {}),
-        "parallelism_config": (None,),
-        "ignore_bias_buffers": (False,),
     },
 }
-REFUSED = {key: Refusal(allowed, reason) for reason, keys in _REASONS.items() for key, allowed in keys.items()}
+REFUSED = {
+    key: Refusal(allowed, reason)
+    for reason, kinds in _REASONS.items()
+    for keys, allowed in kinds.items()
+    for key in keys.split()
+}
 
 # topic -> its keys, in the order in which `qerl train --help` lists them
 _HONOURED = {
@@ -194,12 +175,8 @@ _HONOURED = {
     quantization share_weights train_norms model_name_or_path model_revision adapter_name_or_path chat_template dtype
     attn_implementation lora_r lora_alpha lora_target_modules use_rslora disable_dropout
     """,
-    "noise": """
-    noise_mode sigma_start sigma_end num_stages noise_schedule noise_seed noise_targets
-    """,
-    "dynamic sampling": """
-    dynamic_sampling dynamic_sampling_metric dynamic_sampling_max_rounds
-    """,
+    "noise": "noise_mode sigma_start sigma_end num_stages noise_schedule noise_seed noise_targets",
+    "dynamic sampling": "dynamic_sampling dynamic_sampling_metric dynamic_sampling_max_rounds",
     "data": """
     dataset_name dataset_config dataset_kwargs dataset_size dataset_seed dataset_train_split
     dataset_test_split dataset_prompt_column max_prompt_length system_prompt shuffle_dataset
@@ -235,9 +212,7 @@ _HONOURED = {
     adam_epsilon max_grad_norm average_tokens_across_devices bf16 fp16 tf32 gradient_checkpointing recompute_layers
     gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu do_train
     """,
-    "evaluation while training": """
-    do_eval eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
-    """,
+    "evaluation while training": "do_eval eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size",
     "checkpoints and hub": """
     output_dir save_strategy save_steps save_total_limit resume_from_checkpoint restore_callback_states_from_checkpoint
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
@@ -291,6 +266,6 @@ def refusals(*configs: Any) -> list[str]:
     for config in configs:
         lines += getattr(config, "refused", [])
         for key, refusal in REFUSED.items():
-            if hasattr(config, key) and (value := getattr(config, key)) not in refusal.allowed:
+            if hasattr(config, key) and (value := getattr(config, key)) not in (refusal.allowed or ()):
                 lines.append(refused(key, refusal, value))
     return lines

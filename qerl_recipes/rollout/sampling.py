@@ -219,7 +219,7 @@ def generate(
         requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         names = llm.enqueue(requests, list(sampling), lora_request=lora_request, use_tqdm=False)
         number_of.update(zip(names, itertools.count(len(number_of)), strict=False))
-        found.update(expected(names))
+        found.update((name, Completion([], [])) for name in names)
         parameters.extend(sampling)
 
     try:
@@ -242,16 +242,11 @@ def generate(
     return list(found.values())
 
 
-def expected(request_ids: Sequence[str]) -> dict[str, Completion]:
-    """Return an empty completion for each request id from ``LLM.enqueue``, in their order."""
-    return {request_id: Completion([], []) for request_id in request_ids}
-
-
 def step(engine: "LLMEngine", completions: Mapping[str, Completion]) -> list[tuple[str, bool]]:
     """Run one step of the engine and append its tokens to ``completions``.
 
-    Returns the names of those that have ended, each with whether its tokens ran out. ``completions`` (``expected``)
-    must hold every request that the engine works on. None of them may need text (``detokenize``). The engine records no
+    Returns the names of those that have ended, each with whether its tokens ran out. ``completions`` must
+    hold every request that the engine works on. None of them may need text (``detokenize``). The engine records no
     statistics of the step. Raises RuntimeError if vLLM aborts a sequence.
     """
     outputs = engine.engine_core.get_output().outputs

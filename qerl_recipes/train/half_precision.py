@@ -56,12 +56,9 @@ class HalfPrecision:
             yield
         self._is_checked = True
 
-    def scaled(self, logps: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scaled(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the same numbers; their gradients reach the model's activations scaled."""
-        if entropies is None:
-            return self._scale(logps)[0], None
-        logps, entropies = self._scale(logps, entropies)
-        return logps, entropies
+        return self._scale(*values)
 
 
 class GradientScale:

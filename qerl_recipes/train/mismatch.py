@@ -34,10 +34,11 @@ from rich.table import Table
 from trl.trainer.utils import pad
 
 from qerl_recipes.files.adapter import AdapterFolder, open_adapter
-from qerl_recipes.recipe.checks import SERVER_KEYS, narrowing
+from qerl_recipes.recipe.checks import narrowing
 from qerl_recipes.recipe.configs import SERVER, GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import TOPICS
+from qerl_recipes.recipe.server_keys import SERVER_KEYS
 from qerl_recipes.rollout.episodes import begun
 from qerl_recipes.tasks import prompts
 from qerl_recipes.tasks.environments import COLUMN, Interaction, rendering

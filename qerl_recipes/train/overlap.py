@@ -133,10 +133,7 @@ class Overlap:
         self._landed: Landed | None = None
 
     def next(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the batch that is due, and let the next one take off; ``rows`` are the prompts of this one.
-
-        Raises whatever the rollout has raised.
-        """
+        """Return the batch of the prompts ``rows``, and let the next take off; raise the rollout's error."""
         trainer = self._trainer
         rollout = trainer.rollout()
         if self._landed is None and self.flight is None:
@@ -187,10 +184,7 @@ class Overlap:
         return function(*given) if self.flight is None else self.flight.in_main(lambda: function(*given))
 
     def land(self) -> None:
-        """Wait for a flight and score it, if there is one: the server, the environments and the model are free then.
-
-        Raises whatever the rollout has raised.
-        """
+        """Wait for a flight, if there is one, and score it; server, environments and model are free then."""
         if self.flight is None:
             return
         assert self._begun is not None

@@ -39,6 +39,7 @@ from qerl_recipes.recipe.configs import (
 )
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
+from qerl_recipes.recipe.server_keys import server_problems
 from qerl_recipes.tasks import environments, prompts, rewards
 from qerl_recipes.tasks.environments import Interaction
 from qerl_recipes.train.dynamic_sampling import TOTAL
@@ -106,7 +107,7 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     """
     problems = [
         *checks.problems(script, training, model),
-        *checks.server_problems(training),
+        *server_problems(training),
         *unknown_names(training),
         *lacking(training, model),
     ]

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -49,13 +49,12 @@ def main(argv: Sequence[str]) -> None:
         script, training, model_config = parse(argv)
         _train(script, training, model_config, times)
     except KeyboardInterrupt:
-        if training is None or training.process_index == 0:
-            kept = "nothing has begun"  # the recipe had not been read yet
-            if training is not None:
-                from qerl_recipes.files.run_state import what_is_kept
+        if training is None:
+            print("\nstopped by Ctrl-C; nothing has begun", file=sys.stderr)
+        elif training.process_index == 0:
+            from qerl_recipes.files.run_state import what_is_kept
 
-                kept = what_is_kept(training.output_dir)
-            print(f"\nstopped by Ctrl-C; {kept}", file=sys.stderr)
+            print(f"\nstopped by Ctrl-C; {what_is_kept(training.output_dir)}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -84,12 +83,13 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
             trainer = build(run, times)
             times.watch(trainer)
         gc.enable()  # an engine on a server has not done it
-        with _stops_on_sigterm(trainer) as stop:
+        with _stops_on_sigterm(trainer) as is_stopped:
             with explained(run.plan, training.output_dir, trainer):
                 trainer.train(resume)
-            if stop.requested:
+            if is_stopped():
                 if is_main:
-                    print(stop.message(), file=sys.stderr)
+                    step = f"stopped by SIGTERM after step {trainer.state.global_step}"
+                    print(f"{step}; resume with --resume_from_checkpoint true", file=sys.stderr)
                 raise SystemExit(143)
             finish(trainer)
     if is_main:
@@ -179,8 +179,7 @@ def assemble(
     """Build engine, model and trainer on the folder ``base``, in this order: the model may share the engine's weights.
 
     ``adapter`` describes the adapter that is trained, and ``start`` is the folder of one to continue from. ``times``
-    notes how long the parts take.
-    ``trainer_arguments`` are further arguments of QerlGRPOTrainer. If a later part fails, the engine is shut down.
+    notes how long the parts take. ``trainer_arguments`` are QerlGRPOTrainer's. If a part fails, the engine is shut.
     """
     warm_compiler()
     from peft import PeftModel
@@ -259,10 +258,10 @@ class StartTimes:
         times = self
 
         class AtFirstStep(TrainerCallback):
+            is_over = False
+
             def on_evaluate(self, *_: Any, **__: Any) -> None:
                 times.end("first evaluation")
-
-            is_over = False
 
             def on_step_begin(self, *_: Any, **__: Any) -> None:
                 times.end("trainer's model")
@@ -284,47 +283,34 @@ def finish(trainer: "QerlGRPOTrainer") -> None:
         trainer.push_to_hub()
 
 
-class _Stop:
-    """A handler of SIGTERM: the first asks for a stop after the step, a second ends the process at once."""
-
-    def __init__(self, trainer: "QerlGRPOTrainer") -> None:
-        self.requested = False
-        self._trainer = trainer
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def agreed(self) -> bool:
-        """Return True if any process was told to stop; every process calls this, so that all stop after one step."""
-        import torch
-
-        accelerator = self._trainer.accelerator
-        if accelerator.num_processes > 1:
-            requested = torch.tensor([int(self.requested)], device=accelerator.device)
-            self.requested = bool(accelerator.gather(requested).max())
-        return self.requested
-
-    def message(self) -> str:
-        step = self._trainer.state.global_step
-        return f"stopped by SIGTERM after step {step}; resume with --resume_from_checkpoint true"
-
-
 @contextlib.contextmanager
-def _stops_on_sigterm(trainer: "QerlGRPOTrainer") -> Iterator[_Stop]:
+def _stops_on_sigterm(trainer: "QerlGRPOTrainer") -> Iterator[Callable[[], bool]]:
+    """Let the first SIGTERM stop the training after its step, in all processes, and a second end this one at once.
+
+    Yields what tells whether it was stopped.
+    """
+    import torch
     from transformers import TrainerCallback
 
-    stop = _Stop(trainer)
+    requested, accelerator = False, trainer.accelerator
+
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        requested = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     class StopAtStepEnd(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if stop.agreed():
+            nonlocal requested
+            if accelerator.num_processes > 1:  # one that was told stops all, after the same step
+                requested = bool(accelerator.gather(torch.tensor([int(requested)], device=accelerator.device)).max())
+            if requested:
                 control.should_training_stop = True
                 control.should_save = state.global_step % trainer.steps_per_rollout == 0
 
     trainer.add_callback(StopAtStepEnd())
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, request)
     try:
-        yield stop
+        yield lambda: requested
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # what imports vLLM comes after ``main`` has put its plugins 
 
     from qerl_recipes.train.preflight import Preflight
 
-# keys that stock TRL has not, or that this command leaves to `qerl train`, with the value that they must have
+# keys that stock TRL has not, or that this command leaves to `qerl train`, with the value that they must have. By hand:
+# each is the gate of others (without noise_mode there is no sigma), and keys that change speed alone may have any value
 NEEDED: dict[str, Any] = {
     "quantization": "bf16",
     "noise_mode": "none",

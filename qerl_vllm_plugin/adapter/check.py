@@ -37,14 +37,12 @@ _UNSUPPORTED = {
     "layer_replication": "use a base model that has these layers",
     "target_parameters": "name modules in target_modules",
     "trainable_token_indices": "leave the embeddings frozen",
-    "use_qalora": "train a plain LoRA adapter",
     "fan_in_fan_out": "train an adapter of torch.nn.Linear layers",
-    "alora_invocation_tokens": "train a plain LoRA adapter",
-    "arrow_config": "train a plain LoRA adapter",
     "megatron_config": "export the adapter in PEFT's layout",
-    "monteclora_config": "train a plain LoRA adapter",
-    "use_bdlora": "train a plain LoRA adapter",
-    "kasa_config": "train a plain LoRA adapter",
+    **dict.fromkeys(
+        ("use_qalora", "alora_invocation_tokens", "arrow_config", "monteclora_config", "use_bdlora", "kasa_config"),
+        "train a plain LoRA adapter",
+    ),
 }
 # keys that a plain low-rank update needs, then keys that only say where it comes from or how it was trained
 _KNOWN = {
@@ -378,10 +376,7 @@ def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Te
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Return an adapter's config as plain JSON values, from a dict, PEFT's LoraConfig or None.
-
-    Raises AdapterError for anything else.
-    """
+    """Return a dict, PEFT's LoraConfig or None as plain JSON values; raise AdapterError for anything else."""
     if config is not None and not isinstance(config, Mapping):
         if not callable(getattr(config, "to_dict", None)):
             raise AdapterError(f"the adapter's config is {type(config).__name__}; give a dict or PEFT's LoraConfig")

@@ -104,10 +104,7 @@ def check_base(folder: str | Path, base: Path) -> None:
 
 
 def trained_on(folder: str | Path) -> str | None:
-    """Return the hash of the base checkpoint that an adapter's folder records, or None if it records none.
-
-    Raises AdapterError for a damaged file.
-    """
+    """Return the hash of the base that an adapter's folder records, or None; raise AdapterError for a damaged file."""
     state = Path(folder) / STATE_FILE
     return _json(state).get("base_hash") if state.is_file() else None
 
@@ -180,10 +177,7 @@ def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:
 
 
 def check_modules(folder: Path, adapted: Iterable[str], slots: Iterable[str]) -> None:
-    """Raise AdapterError if a module in ``adapted``, an adapter's modules by vLLM's names, is not in ``slots``.
-
-    Experts are not checked.
-    """
+    """Raise AdapterError if a module in ``adapted`` (vLLM's names), experts aside, is not in ``slots``."""
     left_out = sorted(name for name in set(adapted) - set(slots) if EXPERTS not in name)
     if left_out:
         raise AdapterError(

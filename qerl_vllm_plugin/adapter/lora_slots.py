@@ -20,10 +20,7 @@ SCHEME = "qerl://"  # prefix of the path in the policy's LoRARequest; that path 
 
 @dataclass
 class Staged:
-    """A staged change of the adapter.
-
-    ``parts`` maps engine module -> part -> (A, B), with B scaled. ``strength`` is that of ``Converted``.
-    """
+    """Hold a staged change: module -> part -> (A, B), B scaled, in ``parts``, and the ``strength`` of ``Converted``."""
 
     parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     strength: float = 0.0
@@ -94,10 +91,7 @@ class LoraSlots:
         self._keep_others_out()
 
     def targets(self) -> dict[str, Target]:
-        """Return every linear that can carry an adapter, by its checkpoint name.
-
-        The sizes are those before tensor parallelism cuts the linear.
-        """
+        """Return every linear that can carry an adapter by its checkpoint name, with its sizes before it is cut."""
         packed = self._manager.packed_modules
         targets: dict[str, Target] = {}
         for name, layer in self._linears().items():

@@ -32,10 +32,7 @@ def has_died(llm: Any) -> bool:
 
 
 def fail_at_exit() -> None:
-    """Make this process exit with code 1 whenever it ends.
-
-    vLLM's server exits with 0 when its engine core has died.
-    """
+    """Make this process exit with code 1: a server of vLLM whose engine core has died exits with 0."""
 
     def fail() -> None:
         atexit.unregister(fail)
@@ -117,10 +114,7 @@ async def have_begun(engine: Any) -> bool:
 
 
 async def is_working(engine: Any) -> bool:
-    """Return True if a paused engine still computes.
-
-    It does in mode "wait", until the requests that have begun have ended.
-    """
+    """Return True if a paused engine still computes, as in mode "wait" until begun requests have ended."""
     return bool(await engine.engine_core.call_utility_async("has_work"))
 
 

@@ -93,10 +93,7 @@ def keep_names(model: torch.nn.Module, checkpoint_names: list[str]) -> None:
 
 
 def norm_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return every RMSNorm with a weight, by its parameter's name in the checkpoint.
-
-    Gemma's norms, which scale by 1 + w, are included.
-    """
+    """Return every RMSNorm with a weight, Gemma's 1 + w included, by its parameter's name in the checkpoint."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     names = getattr(model, "qerl_checkpoint_names", {})
@@ -119,10 +116,7 @@ def output_sizes(layer: Any, parts: int) -> list[int]:
 
 
 def shard_groups(layer: Any, parts: int) -> list[tuple[int, ...]]:
-    """Return which of vLLM's shards of a fused linear each of the checkpoint's ``parts`` has been loaded into.
-
-    Raises ValueError if that is not known.
-    """
+    """Return vLLM's shards that each of a fused linear's ``parts`` fills; raise ValueError if they are not known."""
     shards = len(layer.output_sizes)
     groups = getattr(layer, "qerl_groups", [(shard,) for shard in range(shards)])
     if len(groups) != parts:

@@ -37,10 +37,7 @@ class _Frozen:
 
 
 class _FrozenDummy(_Frozen):
-    """A ``_Frozen`` that answers one question of vLLM's loader of random weights: it must not quantize them itself.
-
-    A reload asks for more, and is refused.
-    """
+    """A ``_Frozen`` that tells vLLM's loader of random weights not to quantize them itself; a reload asks for more."""
 
     def can_load(self) -> bool:
         return False

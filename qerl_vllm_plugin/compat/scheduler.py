@@ -54,10 +54,7 @@ class QerlAsyncScheduler(_Quicker, AsyncScheduler):
 
 
 def scheduler(vllm_config: Any, **options: Any) -> Scheduler:
-    """Make an engine's scheduler, of the kind that vLLM would choose.
-
-    vLLM's option ``scheduler_cls`` names this function.
-    """
+    """Make an engine's scheduler, of the kind that vLLM would choose; its option ``scheduler_cls`` names this."""
     kind = QerlAsyncScheduler if vllm_config.scheduler_config.async_scheduling else QerlScheduler
     return kind(vllm_config=vllm_config, **options)
 

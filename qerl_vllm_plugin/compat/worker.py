@@ -19,10 +19,7 @@ def may_sleep(worker: Any) -> bool:
 
 
 def weights_are_away() -> bool:
-    """Return True if vLLM's sleep mode has taken the memory of this process's weights.
-
-    Adapter and norms lie in the same memory.
-    """
+    """Return True if vLLM's sleep mode has taken the memory of this process's weights, adapter and norms."""
     if not current_platform.is_cuda():
         return False
     from vllm.device_allocator import cumem
@@ -56,10 +53,7 @@ def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], 
 
 
 def runner_above() -> Any:
-    """Find vLLM's model runner on the call stack; call this while the runner is building a model.
-
-    Raises RuntimeError if there is none.
-    """
+    """Return vLLM's model runner, which is building a model, from the call stack; raise RuntimeError without one."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -77,10 +71,7 @@ def pipeline_stage() -> int:
 
 
 def highest(here: int) -> int:
-    """Return the highest number that any rank of this model passes.
-
-    This is a collective: all tensor-parallel and pipeline-parallel ranks must call it.
-    """
+    """Return the highest number of all tensor- and pipeline-parallel ranks, each of which must call this."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     flag = torch.tensor([here])
@@ -91,10 +82,7 @@ def highest(here: int) -> int:
 
 
 def of_all_stages(value: Any) -> list[Any]:
-    """Return the ``value`` of every rank in this rank's pipeline.
-
-    This is a collective: all of these ranks must call it.
-    """
+    """Return the ``value`` of every rank in this rank's pipeline, each of which must call this."""
     from vllm.distributed.parallel_state import get_pp_group
 
     found = [value] * (group := get_pp_group()).world_size

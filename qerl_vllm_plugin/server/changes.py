@@ -52,7 +52,7 @@ class PolicyServer:
         if folders is not None and not Path(folders).is_dir():
             raise ValueError(f'--additional-config: "qerl.policy_folders": {folders} is no directory')
         self._engine, self._base = Engine(client, patience), base
-        self._watch = self._engine.watch()
+        self._watch = asyncio.create_task(self._engine.watch())
         self._folders = Path(folders).resolve() if folders is not None else None
         self._has_connector = vllm_config.kv_transfer_config is not None
         opened = await self._engine.rpc("qerl_open", os.getpid())
@@ -142,10 +142,7 @@ class PolicyServer:
         return await _to_the_end(change)
 
     def folder(self, name: str) -> Path:
-        """Return the folder that may be installed by this name.
-
-        Raises Refused if there is none, and AdapterError for a folder that names another base.
-        """
+        """Return the folder of that name; raise Refused without one, and AdapterError for one of another base."""
         if self._folders is None:
             raise Refused(
                 404, "no_folders", 'this server was started without "qerl.policy_folders"; send the adapter itself'

@@ -37,14 +37,6 @@ class Engine:
         self.lost: str | None = None
         self.is_silent = False
 
-    def watch(self) -> asyncio.Task[None]:
-        """Start a task that watches the engine core and the shared log.
-
-        When the core dies, it ends this process's calls. When another API server process gives the engine up, so does
-        this one.
-        """
-        return asyncio.create_task(self._watch())
-
     async def rpc(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a worker method on all ranks and return the first rank's answer. Raises Refused if a rank refused."""
         self.check()
@@ -87,7 +79,8 @@ class Engine:
         if self.changes is not None:
             self.changes.lose()
 
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """End this process's calls when the core dies; give the engine up when another API server process does."""
         is_dead = False
         while True:
             await asyncio.sleep(LOOK)

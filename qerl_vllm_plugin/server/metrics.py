@@ -17,10 +17,7 @@ VERSION = Gauge("qerl:policy_version", "The policy version that is served.", mul
 
 
 def counted() -> dict[str, Any]:
-    """Return the counters as /metrics shows them: swaps by kind, refusals by reason, seconds and bytes.
-
-    They are summed over all API server processes.
-    """
+    """Return the counters as /metrics shows them, summed over all API server processes."""
     swaps: dict[str, int] = {}
     refusals: dict[str, int] = {}
     sums = {"qerl:swap_seconds_sum": 0.0, "qerl:swap_bytes_total": 0.0}

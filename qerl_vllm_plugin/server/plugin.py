@@ -26,10 +26,7 @@ class EndpointPlugin:
         self._token: bytes | None = None
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes to the server's application.
-
-        Raises ValueError for a token that cannot be read, is too short or cannot be sent in a header.
-        """
+        """Add the routes to the server's application; raise ValueError for an admin token that cannot be used."""
         self._token = read_token()
         if self._token is None:
             logger.info("/v1/qerl: neither %s nor %s is set, so there are no such routes", TOKEN_FILE, TOKEN)

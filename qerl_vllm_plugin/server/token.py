@@ -11,10 +11,7 @@ SHORTEST = 16
 
 
 def read_token() -> bytes | None:
-    """Return the SHA-256 of the token, or None if none is configured.
-
-    Raises ValueError as ``configured_token`` does.
-    """
+    """Return the SHA-256 of the token, None if none is configured; raise ValueError as ``configured_token`` does."""
     token = configured_token()
     return None if token is None else _hash(token)
 

@@ -90,10 +90,7 @@ class NoisyAgentLoopManager(AgentLoopManagerTQ):
         self._servers = [ray.get_actor(server_name(replica)) for replica in range(count)]
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Set the noise on every engine, then start the batch.
-
-        All batches of a step have the same noise; those of a validation have none.
-        """
+        """Set the noise of a step on every engine, or none for a validation, then start the batch."""
         if self._noise is not None:
             is_validation = "validate" in prompts and bool(prompts["validate"])
             step = int(prompts["global_steps"]) - 1  # verl counts from 1

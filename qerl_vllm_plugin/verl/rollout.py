@@ -179,10 +179,7 @@ class Server(vLLMHttpServer):
 
 
 def with_policy(given: Any, rank: int) -> dict[str, Any]:
-    """Return vLLM's additional_config with room for an adapter of ``rank``.
-
-    Raises ValueError if it names a policy adapter already.
-    """
+    """Return vLLM's additional_config with room for an adapter; raise ValueError if it has a policy adapter already."""
     config = dict(json.loads(given) if isinstance(given, str) else given or {})
     options = dict(config.get("qerl", {}))
     if "policy_adapter" in options:

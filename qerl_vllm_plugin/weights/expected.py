@@ -56,10 +56,7 @@ _CACHE_SUFFIXES = {*KV_SCALES, "q_scale", "kv_scale"}
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor that the BF16 model has.
-
-    ``linear`` is true for the weight of a linear layer that may be packed. ``optional`` tensors may be missing.
-    """
+    """A tensor of the BF16 model, ``linear`` if it may be packed, ``optional`` if it may be missing."""
 
     shape: tuple[int, ...]
     linear: bool = False

@@ -159,10 +159,7 @@ class ModelOpt(Format):
     """
 
     def divisor(self, module: str, scale: torch.Tensor) -> torch.Tensor:
-        """Return 1 / scale, rounded to float32.
-
-        It is inverted again where it is used, so a weight differs from ModelOpt's by at most two roundings, 2^-23.
-        """
+        """Return 1 / scale in float32; inverted again, weights are within two roundings, 2^-23, of ModelOpt's."""
         divisor = 1.0 / scale.float()
         if not bool((scale > 0).all() and torch.isfinite(scale).all() and torch.isfinite(divisor).all()):
             raise CheckpointError(

@@ -32,10 +32,7 @@ class Layout(Protocol):
 
 
 class Canonical:
-    """The checkpoint's own layout, multiplied after exact dequantization.
-
-    It is the path for CPUs and the exact fallback on CUDA.
-    """
+    """The checkpoint's own layout, multiplied after exact dequantization: on a CPU, and the exact fallback on CUDA."""
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
         layer.register_buffer("weight_row_scale", _row_scale(layer), persistent=False)
@@ -47,16 +44,10 @@ class Canonical:
 
 
 class Tiled:
-    """The layout of our own Hopper kernel: tiles in the order of the GPU's matrix unit.
-
-    It is exact for every scale and takes one kernel call per layer.
-    """
+    """The layout of our own Hopper kernel, exact for every scale: tiles in the order of the GPU's matrix unit."""
 
     def __init__(self, fixed_order: bool = False) -> None:
-        """Set up the layout.
-
-        With ``fixed_order``, a token's sums have the same order in every batch, and there is no fallback kernel.
-        """
+        """With ``fixed_order``, sums have one order in every batch, and no other kernel takes over."""
         self.fixed_order = fixed_order
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
@@ -197,10 +188,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def _warn_of_flushed(name: str, scales: int) -> None:
-    """Warn once per process, naming the first such layer; log the others at debug level.
-
-    A checkpoint has either no such layers or hundreds.
-    """
+    """Warn of the first such layer, and log the others at debug level: a checkpoint has none or hundreds."""
     log = logger.debug if _warned_of else logger.warning
     _warned_of.append(name)
     log(

@@ -92,10 +92,7 @@ class QerlLinearMethod(LinearMethodBase):
         self.is_dummy = loads_dummy_weights()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Check that every tensor arrived and holds legal values, then move the layer to its layout.
-
-        Raises CheckpointError.
-        """
+        """Move the layer to its layout; raise CheckpointError if a tensor has not arrived or holds illegal values."""
         if not self.is_dummy:
             for arrivals in self.arrivals.values():
                 arrivals.check("; quantize the model again (qerl quantize)")
@@ -109,10 +106,7 @@ class QerlLinearMethod(LinearMethodBase):
         self.layout = self.layout.prepare(layer)
 
     def _note_groups(self, layer: torch.nn.Module, arrivals: "Arrivals") -> None:
-        """Record which of vLLM's parts belong to which linear, where the checkpoint has fewer linears than parts.
-
-        For example, in_proj_qkv is q, k and v.
-        """
+        """Note which of vLLM's parts belong to which linear, where the checkpoint has fewer: one in_proj_qkv."""
         if len(self.parts) < len(layer.logical_widths) and len(arrivals.groups) == len(self.parts):
             layer.qerl_groups = sorted(arrivals.groups)
 
@@ -235,10 +229,7 @@ class AdaptedLinearMethod(UnquantizedLinearMethod):
 
 
 class Arrivals:
-    """A record of which parts of the parameter ``name`` have been loaded.
-
-    ``groups`` are the sets of parts that came together as one tensor.
-    """
+    """Note which parts of the parameter ``name`` have been loaded, and in ``groups`` those that came as one tensor."""
 
     def __init__(self, parts: int, name: str) -> None:
         self.parts, self.name = parts, name

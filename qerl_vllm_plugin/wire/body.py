@@ -112,10 +112,7 @@ def is_there(request: Any) -> bool:
 
 
 async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives.
-
-    Raises Refused if the body is longer than ``limit`` or than it stated, is cut off, or stalls.
-    """
+    """Yield the body as it arrives; raise Refused if it is too long, is cut off or stalls."""
     expected = declared(request, limit)
     from starlette.requests import ClientDisconnect
 
@@ -209,30 +206,22 @@ async def received(request: Any, limit: int, segments: Segments, held: ExitStack
     opened: AbstractContextManager[Segment | Growing] = segments.of(size) if size else segments.growing(limit)
     try:
         file = await enter(opened, held)  # allocating the memory takes a while
+        timer, written, digest = Timer(), 0, shared_file.Digest(file.file)
+        try:
+            async for chunk in chunks(request, limit):
+                file.write(chunk, written)
+                written += len(chunk)
+                digest.grow(written)
+            timer.end("body")
+            config = _config(file.path, written)
+            # in a thread, so that other requests go on meanwhile
+            found = await asyncio.to_thread(digest.finish, written)
+            timer.end("digest")
+            return Upload(file.path, found, written, config, timer.seconds)
+        finally:
+            await asyncio.to_thread(digest.close)
     except NoRoomError as error:
         raise no_room(str(error)) from None
-    return await _received(request, limit, file)
-
-
-async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload:
-    timer, written = Timer(), 0
-    digest = shared_file.Digest(file.file)
-    try:
-        async for chunk in chunks(request, limit):
-            try:
-                file.write(chunk, written)
-            except NoRoomError as error:
-                raise no_room(str(error)) from None
-            written += len(chunk)
-            digest.grow(written)
-        timer.end("body")
-        config = _config(file.path, written)
-        # in a thread, so that other requests go on meanwhile
-        found = await asyncio.to_thread(digest.finish, written)
-        timer.end("digest")
-        return Upload(file.path, found, written, config, timer.seconds)
-    finally:
-        await asyncio.to_thread(digest.close)
 
 
 def _config(path: str, size: int) -> dict[str, Any]:

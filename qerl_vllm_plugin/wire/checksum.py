@@ -29,10 +29,7 @@ Checksum = tuple[int, int]
 
 @torch.no_grad()
 def checksums(tensors: Iterable[torch.Tensor]) -> list[Checksum]:
-    """Return one checksum for each tensor, over the whole storage that the tensor lies in.
-
-    The host waits for a device once for each batch of tensors on it.
-    """
+    """Return a checksum of the whole storage of each tensor; the host waits once for each batch on a device."""
     words = [_words(tensor) for tensor in tensors]
     found: list[Checksum] = [(0, 0)] * len(words)
     for device in {table.device for table in words}:

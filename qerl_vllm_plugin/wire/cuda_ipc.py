@@ -58,10 +58,7 @@ def check_reachable(name: str, device: torch.device) -> None:
 
 @contextmanager
 def exported(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, bytes]]:
-    """Allocate ``size`` bytes on a GPU for the ``with`` block; yield them as a uint8 tensor, with their IPC handle.
-
-    Raises CudaIPCError.
-    """
+    """Yield ``size`` new bytes on a GPU as a uint8 tensor, with their IPC handle; raise CudaIPCError."""
     address, handle = ctypes.c_uint64(), _Handle()
     wanted = ctypes.c_size_t(-(-size // PAGE) * PAGE)
     with _context(device):

@@ -52,10 +52,7 @@ class GpuTensors:
         self.tensors, self._size, self._address = layout.tensors, layout.size, address
 
     def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> Copied:
-        """Copy ``pieces`` to ``device``, and wait for the copies to finish.
-
-        Each piece is one of these tensors, or some of its rows or columns.
-        """
+        """Copy these tensors, or rows or columns of them, to ``device``, and wait for the copies to finish."""
         planned = spans.plan(pieces, self._size)
         room = torch.empty(planned.size, dtype=torch.uint8, device=device)
         to, source = room.data_ptr(), self._address
@@ -97,10 +94,7 @@ def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
 
 
 class _Part(NamedTuple):
-    """Tensors that lie together from byte ``begin`` to ``end``, as the rows of one larger tensor.
-
-    They share the shape ``row`` of all axes but the first.
-    """
+    """Hold tensors that lie from byte ``begin`` to ``end``; all their axes but the first have the shape ``row``."""
 
     dtype: torch.dtype
     row: tuple[int, ...]
@@ -176,10 +170,7 @@ def parse(text: str) -> Description:
 
 @functools.lru_cache(maxsize=2)
 def _layout(text: str) -> Layout:
-    """Parse the list of tensors; cached, for a training policy sends the same hundreds of names each time.
-
-    Raises ValueError.
-    """
+    """Parse the list of tensors, cached, for a policy in training sends the same names each time; raise ValueError."""
     try:
         listed = json.loads(text or "[]")
     except (ValueError, RecursionError) as error:

@@ -101,10 +101,7 @@ class MappedFile:
         return self._mapped is not None and bool(self._mapped.header)
 
     def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> Copied:
-        """Copy ``pieces`` to ``device``, and wait for the copies to finish.
-
-        Each piece is one of the file's tensors, or some of its rows or columns.
-        """
+        """Copy the file's tensors, or rows or columns of them, to ``device``, and wait for the copies to finish."""
         assert self._mapped is not None and self.is_whole
         memory = self._mapped.memory
         planned = spans.plan(pieces, len(memory))

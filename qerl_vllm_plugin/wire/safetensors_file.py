@@ -134,10 +134,7 @@ def header_bytes(
 
 
 def read_tensor(tensor: TensorHeader) -> torch.Tensor:
-    """Read one tensor into memory of its own.
-
-    Raises CheckpointError if the file has become shorter since its header was read.
-    """
+    """Read one tensor into memory of its own; raise CheckpointError if the file has become shorter meanwhile."""
     data = bytearray(tensor.nbytes)
     with tensor.file.open("rb", buffering=0) as stream:
         stream.seek(tensor.offset)

@@ -52,10 +52,7 @@ class Ways:
         self.gpus: Collection[str] | None = None  # the UUIDs of the GPUs that it sees, None if that is not known
 
     def open(self, tensors: Tensors) -> Iterator[str]:
-        """Yield IPC and SHARED if they may carry ``tensors``, in this order.
-
-        Raises the refusal if the only allowed way is closed.
-        """
+        """Yield IPC and SHARED if they may carry ``tensors``; raise the refusal if the only allowed way is closed."""
         for way in (IPC, SHARED):
             if self.transport not in ("auto", way):
                 continue
@@ -66,10 +63,7 @@ class Ways:
                 self._pass_by(way, reason, is_loss=way == IPC and any(tensor.is_cuda for tensor in tensors.values()))
 
     def close(self, way: str, error: Exception) -> None:
-        """Note that ``way`` has failed, for good if the receiver cannot read what comes by it.
-
-        Raises the refusal if no other way is allowed.
-        """
+        """Note that ``way`` has failed, for good if it is unreadable; raise the refusal if no other way is allowed."""
         if not isinstance(error, CudaIPCError | NoRoomError):  # those are this sender's, and may pass
             self._unreadable[way] = str(error)
         self._pass_by(way, str(error), is_loss=True)

@@ -44,10 +44,7 @@ def fits(size: int) -> bool:
 
 
 def create() -> tuple[IO[bytes], str]:
-    """Create an empty file for ``append``; return it with the path at which workers can open it until it is closed.
-
-    Raises OSError.
-    """
+    """Return an empty file for ``append``, with the path at which workers open it until it is closed; raise OSError."""
     # unbuffered: closing it must not write, and so cannot fail again
     file = tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY)  # noqa: SIM115, the caller's to close
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -65,10 +62,7 @@ def create_for_server() -> tuple[IO[bytes], str]:
 
 
 def ticket(path: str) -> str:
-    """Return the ticket by which a server of this user and machine opens the file ``path``.
-
-    The file comes from ``create_for_server``. Raises OSError.
-    """
+    """Return the ticket by which a server opens a file of ``create_for_server`` on this machine; raise OSError."""
     return f"{path}/{Path(os.readlink(path)).name.removesuffix(' (deleted)')}"
 
 

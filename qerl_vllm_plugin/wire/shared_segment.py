@@ -34,10 +34,7 @@ class NoRoomError(OSError):
 
 
 class Segment:
-    """A file of ``size`` bytes in shared memory.
-
-    ``content: (size,)`` is its memory in this process, as uint8; ``path`` is where workers open it.
-    """
+    """A file in shared memory, which workers open at ``path``; ``content: (size,)`` is its memory here, as uint8."""
 
     def __init__(self, size: int, create: Create = shared_file.create) -> None:
         """Raises NoRoomError."""
@@ -130,10 +127,7 @@ class Segments:
 
     @contextmanager
     def growing(self, limit: int) -> Iterator[Growing]:
-        """Yield a file of at most ``limit`` bytes, under the same rules as ``of``.
-
-        It is freed when the block ends, for the next one has another size.
-        """
+        """Yield a file of at most ``limit`` bytes, under the same rules as ``of``; it is freed when the block ends."""
         found = Growing(limit)
         with self._until_an_error(found):
             yield found

@@ -10,11 +10,12 @@ that reads them in place could do so by mistake.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from qerl_vllm_plugin.compat import worker as vllm_worker
+from qerl_vllm_plugin.compat.kv_cache_memory import KVCacheMemory
 from qerl_vllm_plugin.wire.checksum import Checksum, checksums
 from qerl_vllm_plugin.worker.policy import policy_of
 
@@ -27,19 +28,6 @@ class KVCacheError(RuntimeError):
     """The KV cache cannot be released, resumed or used; the message says why."""
 
 
-class Memory(Protocol):
-    """The interface to the memory of a KV cache; ``compat.kv_cache_memory`` implements it."""
-
-    def caches(self) -> list[Span]: ...
-    def allocations(self) -> list[Span]: ...
-    def unmap(self, address: int) -> None: ...
-    def map(self, address: int) -> None: ...
-    def read(self, address: int, size: int) -> torch.Tensor: ...
-    def write(self, address: int, copy: torch.Tensor) -> None: ...
-    def clear_caches(self) -> None: ...
-    def free_bytes(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Released:
     """Everything that is needed to resume a released KV cache.
@@ -48,14 +36,14 @@ class Released:
     addresses and checksums of all tensors that must not change. ``allow`` lets the worker run again.
     """
 
-    memory: Memory
+    memory: KVCacheMemory
     pieces: list[Span]
     kept: dict[int, torch.Tensor]
     checksums: dict[str, tuple[int, Checksum]]
     allow: Callable[[], None]
 
 
-def release(worker: Any, memory: Memory) -> int:
+def release(worker: Any, memory: KVCacheMemory) -> int:
     """Release every allocation that holds a part of the KV cache and return their size in bytes.
 
     The engine must have no running requests. Raises KVCacheError if the cache is released already.

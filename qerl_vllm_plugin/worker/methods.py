@@ -209,10 +209,7 @@ def qerl_state(self: Any, digest: bool = False) -> Answer:
 
 
 def end_with(driver: int) -> None:
-    """End this process when the process ``driver`` on this machine ends; do nothing if that is this process.
-
-    Raises OSError if there is no such process.
-    """
+    """End this process with the process ``driver`` of this machine, if it is another; raise OSError without one."""
     if driver != os.getpid():
         threading.Thread(target=_watch, args=(os.pidfd_open(driver), driver), daemon=True, name="qerl-driver").start()
 

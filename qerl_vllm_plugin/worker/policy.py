@@ -135,10 +135,7 @@ def _carrier(model: torch.nn.Module, worker: Any) -> LoraSlots | ResidentAdapter
 
 
 def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> None:
-    """Install a saved adapter as version 1 of a model that has just been loaded.
-
-    Raises AdapterError if the folder is damaged or the adapter is refused.
-    """
+    """Install a saved adapter as version 1 of a model just loaded; raise AdapterError if it is refused."""
     if base is not None:
         adapter_folder.check_base(folder, base)
     saved = adapter_folder.read(folder)
@@ -203,10 +200,7 @@ def prepare_swap(
 
 
 def prepare_noise(policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, targets: list[str]) -> Change:
-    """Prepare the noise, as ``qerl_set_noise`` (methods.py) describes it.
-
-    Raises AdapterError or ValueError for values that cannot be used.
-    """
+    """Prepare the noise, as ``qerl_set_noise`` describes it; raise AdapterError or ValueError for unusable values."""
     sigma = noise.check_sigma(sigma)
     for name, value in (("seed", seed), ("rollout", rollout)):
         if not isinstance(value, int) or isinstance(value, bool):

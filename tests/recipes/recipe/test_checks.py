@@ -9,7 +9,7 @@ import pytest
 
 from qerl_recipes.files.run_state import changes, recorded
 from qerl_recipes.model import shared
-from qerl_recipes.recipe import checks
+from qerl_recipes.recipe import checks, server_keys
 from qerl_recipes.recipe.configs import parse
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "demo" / "grpo" / "nvfp4_lora_aqn.yaml"
@@ -23,7 +23,7 @@ def demo(*flags):
 
 def problems(*flags):
     parts = demo(*flags)
-    return [*checks.problems(*parts), *checks.server_problems(parts[1])]
+    return [*checks.problems(*parts), *server_keys.server_problems(parts[1])]
 
 
 REFUSED = [

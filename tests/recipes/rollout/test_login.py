@@ -19,9 +19,9 @@ from transformers.integrations import TensorBoardCallback
 
 from qerl_recipes.bench.results import conditions
 from qerl_recipes.files.run_state import recorded
-from qerl_recipes.recipe.checks import server_problems
 from qerl_recipes.recipe.configs import parse, parser
 from qerl_recipes.recipe.file import ConfigError, defaults_from_yaml, help_text
+from qerl_recipes.recipe.server_keys import server_problems
 from qerl_recipes.rollout.sampling import Completion
 from qerl_recipes.rollout.server import CompletionsClient, Request
 from qerl_recipes.rollout.server_link import ServerLink, ServerLostError, ServerRefusedError

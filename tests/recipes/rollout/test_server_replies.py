@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from qerl_recipes.recipe.checks import IN_A_REQUEST
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.recipe.server_keys import IN_A_REQUEST
 from qerl_recipes.rollout import server
 from qerl_recipes.rollout.interface import Snapshot, Turn
 from qerl_recipes.rollout.sampling import Completion
