@@ -212,10 +212,7 @@ class AsyncPolicyClient(_Client):
         return int((await self._send(put))["version"])
 
     async def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
-        """Install the adapter of a folder on this machine, as ``Policy.swap_folder`` does.
-
-        Raises AdapterError for a damaged folder or one that names another base.
-        """
+        """Install the adapter of a folder on this machine; raise AdapterError if it is damaged or of another base."""
         state, trained_on = await self._send(STATE), adapter_folder.trained_on(folder)
         if trained_on is not None and state["base_hash"] not in (None, trained_on):
             raise AdapterError(f"{folder} was trained on another base than the server's ({state['base']})")
@@ -238,11 +235,7 @@ class AsyncPolicyClient(_Client):
         await AsyncPolicyClient.set_noise(self, 0.0, seed=0, rollout=0, requests=requests)
 
     async def state(self) -> dict[str, Any]:
-        """Return the server's state.
-
-        It holds the version, the number of changes, the adapter's hash, the noise, the largest rank and size, the
-        base's hash, and the counters, among others.
-        """
+        """Return the server's state: version, number of changes, adapter's hash, noise, limits, base and counters."""
         return await self._send(STATE)
 
     async def _send(self, call: Call) -> dict[str, Any]:
@@ -301,10 +294,7 @@ async def _one_by_one(pieces: Iterator[memoryview]) -> AsyncIterator[memoryview]
 
 
 def _address(url: str, api_key: str | None) -> tuple[str, Login | None]:
-    """Return a server's url without its user and password, and these two, or None, apart.
-
-    Raises ValueError for any other url; the message shows neither user nor password.
-    """
+    """Return a server's url, and its user and password or None; raise ValueError for any other url, showing neither."""
     try:
         plain, login = parted(url)
         found = httpx.URL(plain)

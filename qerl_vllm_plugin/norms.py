@@ -92,10 +92,7 @@ OURS: tuple[tuple[type[CustomOp], type[CustomOp]], ...] = ((RMSNorm, QerlRMSNorm
 
 
 def install() -> None:
-    """Register the norm classes with vLLM, once in a process; they take effect for norms built afterwards.
-
-    Raises RuntimeError if another plugin has already registered a replacement for one of vLLM's norms.
-    """
+    """Register the norm classes with vLLM, for norms built later; raise RuntimeError if another plugin has done so."""
     for stock, ours in OURS:
         taken = op_registry_oot.get(stock.__name__)
         if taken is not None and taken is not ours:

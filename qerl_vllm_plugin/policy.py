@@ -133,11 +133,7 @@ class Policy:
 
     @property
     def request(self) -> LoRARequest | None:
-        """Return the ``lora_request`` for ``generate``.
-
-        Raises KVCacheError while the KV cache is released. Raises PolicyLostError once the engine holds half a policy
-        or has not answered.
-        """
+        """Return the ``lora_request`` for ``generate``; raise KVCacheError without a cache, PolicyLostError if lost."""
         if self._lost is not None:
             raise PolicyLostError(self._lost)
         if self._is_released:
@@ -189,11 +185,7 @@ class Policy:
     def _sent(
         self, given: dict[str, torch.Tensor], send: Callable[[Any], list[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
-        """Bring ``given`` to the workers and return their answers.
-
-        ``send`` is called with the form in which the tensors travel. If the workers cannot read the GPU memory, it is
-        called again with another form.
-        """
+        """Return the workers' answers to ``send``, which gets ``given`` in a form that they can read."""
         if not given:
             return self._checked(send(given))
 
@@ -278,11 +270,7 @@ class Policy:
         self._check_empty(self._emptied())
 
     def check_unchanged(self) -> None:
-        """Check that no weight, adapter tensor or norm has changed since the KV cache was released.
-
-        A trainer calls this before it saves what it has computed with them. Raises KVCacheError, which names the first
-        tensor that changed.
-        """
+        """Raise KVCacheError, naming the first, if a weight, adapter tensor or norm has changed since the release."""
         self._call("qerl_check_unchanged", refusal=KVCacheError)
 
     def state(self, *, digest: bool = False) -> PolicyState:
@@ -357,11 +345,7 @@ class Policy:
         return timer, emptied
 
     def _emptied(self) -> Future[bool]:
-        """Ask the engine to empty its prefix cache; the future says whether it could.
-
-        An engine in another process empties it while this process goes on. For an engine in this process the future
-        is done already.
-        """
+        """Ask the engine to empty its prefix cache, while this process goes on; the future says whether it could."""
         # vLLM 0.26 reports a failure when asked to reset a KV connector that the engine does not have
         has_connector = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
         call = functools.partial(self._llm.reset_prefix_cache, reset_connector=has_connector)

@@ -155,10 +155,7 @@ class QerlConfig(QuantizationConfig):
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
 
     def kind(self, prefix: str) -> str | None:
-        """Return ``Nvfp4Scheme.kind`` of a layer by vLLM's name, which may be a fused layer's (qkv_proj).
-
-        Raises CheckpointError if the parts of a fused layer are stored differently.
-        """
+        """Return ``Nvfp4Scheme.kind`` by vLLM's name; raise CheckpointError if a fused layer's parts differ in it."""
         from qerl_vllm_plugin.compat import layers as vllm_layers
 
         scheme = replace(self.scheme or Nvfp4Scheme(), ignore=self.ignore)
@@ -176,10 +173,7 @@ class QerlConfig(QuantizationConfig):
         return next(iter(kinds.values()))
 
     def _set_ignore(self, ignore: tuple[str, ...] | None, model_type: str, *, is_multimodal: bool) -> None:
-        """Set the layers of a BF16 checkpoint that stay in BF16, by the checkpoint's names.
-
-        ``ignore`` is the user's "qerl.ignore". Raises ValueError if a multimodal model has none.
-        """
+        """Set the layers that stay in BF16; raise ValueError for a multimodal model without "qerl.ignore"."""
         if ignore is None and is_multimodal:
             raise ValueError(
                 "this BF16 checkpoint has parts for images or sound, whose layers would be quantized too; name what "

@@ -32,7 +32,8 @@ from qerl_recipes.model.families import most_positions
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.generation import for_sampling_params
 from qerl_recipes.rollout import sampling
-from qerl_recipes.rollout.episodes import Episode, Message, Player, begun, described
+from qerl_recipes.rollout.calls import Message, described
+from qerl_recipes.rollout.episodes import Episode, Player, begun
 from qerl_recipes.rollout.interface import GoOn, Profiler, Taken, Turn
 from qerl_recipes.rollout.sampling import Ended, Request
 from qerl_recipes.tasks import environments, prompts, rewards

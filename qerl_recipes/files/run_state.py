@@ -232,7 +232,7 @@ def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | N
     output_dir = Path(output_dir)
     for folder, names in _interrupted_moves(output_dir):
         _move(output_dir, folder, names)
-    later = [path for path in (*whole_checkpoints(output_dir), output_dir / LAST) if _step_of(path) > step]
+    later = [path for path in (*whole_checkpoints(output_dir), output_dir / LAST) if step_of(path) > step]
     if not later:
         return None
     number = 1 + max((int(path.name.removeprefix(LEFT)) for path in _archives(output_dir)), default=0)
@@ -246,7 +246,7 @@ def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | N
     return archive
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     """Return the step at which ``folder`` was saved; -1 if it is not whole."""
     try:
         return read_state(folder).step

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from qerl_recipes.recipe.file import ConfigError
 
 PACK_TOKENS = 16384  # at this size, expanding the 4-bit weights costs little beside the matrix products
+FAST_TOKENS = 4096  # a packed row of this size is by some 3 % slower than one of twice the size
 AS_MANY_AS_FIT = -1  # a value of pack_tokens
 MICRO_BATCH = 8  # TRL's default of per_device_train_batch_size
 

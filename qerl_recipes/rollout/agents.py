@@ -26,7 +26,7 @@ from typing import Any
 import openai
 from trl.experimental.async_grpo.async_rollout_worker import TrainingSequence, TurnRecord, _chain_to_sequences
 
-from qerl_recipes.rollout.episodes import read_any_text
+from qerl_recipes.rollout.calls import read_any_text
 from qerl_recipes.rollout.sampling import Request
 from qerl_recipes.rollout.server import ServerRollouts, read
 from qerl_vllm_plugin.client import VERSION_HEADER

@@ -17,7 +17,6 @@ and log-probabilities. It differs from TRL in this:
 import asyncio
 import concurrent.futures
 import inspect
-import json
 import time
 import warnings
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -27,16 +26,15 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
-from transformers.utils.chat_parsing.response_templates import load_response_template
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
+from qerl_recipes.rollout.calls import Message, as_text, described, named, read_any_text
 from qerl_recipes.rollout.interface import RolloutEngine, Taken, TakesTurns, Turn
 from qerl_recipes.tasks.environments import COLUMN
 from qerl_recipes.tasks.interface import Environment, Tool
 from qerl_recipes.tasks.time_limit import ToolTimeout, time_limit, wait_for
 
-Message = dict[str, Any]
 GRACE = 5.0  # seconds that an async tool has to end after its time is up
 ASIDE = 4  # one of so many episodes stands aside for its async tools until they are waited for
 HOLDS_UP = (
@@ -91,7 +89,7 @@ class Episode:
         for number, (tokens, turn) in enumerate(zip(self.turns, turns, strict=False), start=1):
             parts = [f"{number}: {tokens} tokens"]
             for call in turn.get("tool_calls") or ():
-                shown, name = described(call), _named(call)[0]
+                shown, name = described(call), named(call)[0]
                 answer = next((message for message in answers if message["name"] == name), None)
                 if answer is None:
                     parts.append(f"{shown}: {'no tokens left' if self.is_cut else 'not called'}")
@@ -123,21 +121,6 @@ def for_trl(episodes: Sequence[Episode]) -> tuple[Any, ...]:
     columns = zip(*((one.mask, one.messages, one.ids, one.logprobs) for one in episodes), strict=True)
     counts = sum(one.calls for one in episodes), sum(one.failures for one in episodes)
     return *map(list, columns), *counts, [[] for _ in episodes]
-
-
-def in_one_type(completion: Sequence[Message]) -> list[Message]:
-    """Return a completion with text for all that is none: a column of a table has values of one type."""
-    written = [{**message, "content": str(message["content"])} for message in completion]
-    for message in written:
-        if message.get("tool_calls"):
-            message["tool_calls"] = list(map(_in_one_type, message["tool_calls"]))
-    return written
-
-
-def _in_one_type(call: Mapping[str, Any]) -> dict[str, Any]:
-    name, arguments = _named(call)
-    shown = arguments if isinstance(arguments, dict) else {"": arguments}
-    return {"type": "function", "function": {"name": name, "arguments": json.dumps(shown, default=str)}}
 
 
 def check_turns(engine: RolloutEngine, rows: Any) -> None:
@@ -312,7 +295,7 @@ class Player:
 
     def _result(self, call: Mapping[str, Any], tools: Mapping[str, Tool]) -> tuple[str, Any]:
         """Return a tool's name and what it returns; that is the error if it has failed."""
-        name, arguments = _named(call)
+        name, arguments = named(call)
         try:
             if call.get("type") != "function":
                 raise ValueError(f"Unsupported tool call type: {call.get('type')}")
@@ -374,49 +357,3 @@ async def _outcome(coroutine: Coroutine[Any, Any, Any], seconds: float | None) -
         return await wait_for(caught(), seconds)
     except (ToolTimeout, asyncio.CancelledError) as error:
         return error
-
-
-def read_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let ``tokenizer`` raise ValueError for calls that are nested too deeply; TRL then takes them for plain text.
-
-    From now on it also reads its ``response_template`` once, and not for each text.
-    """
-    if "parse_response" in vars(tokenizer):
-        return  # it does so already
-    parse, known = tokenizer.parse_response, (None, None)
-
-    def parsed(*given: Any, **named: Any) -> Any:
-        nonlocal known
-        template = getattr(tokenizer, "response_template", None)
-        if template is not known[0]:
-            known = template, load_response_template(template)
-        try:
-            return parse(*given, **{"schema": known[1], **named})
-        except RecursionError as error:  # a thousand brackets, as a policy that repeats itself may write
-            raise ValueError("nested too deeply") from error
-
-    tokenizer.parse_response = parsed  # type: ignore[method-assign]
-
-
-def as_text(result: Any) -> str:
-    """Return a tool's result as text; raise ValueError for bytes that are no UTF-8, and for blocks of no text."""
-    if isinstance(result, bytes):
-        return result.decode()
-    if not (isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result)):
-        return str(result)
-    if others := sorted({str(part["type"]) for part in result} - {"text"}):
-        raise ValueError(f"a block of type {others[0]}, and this policy reads text only")
-    return "".join(str(part["text"]) for part in result)
-
-
-def _named(call: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name and the arguments of a call as the policy wrote it; chat templates differ in where they are."""
-    function = call.get("function") or call
-    return str(function.get("name") or "unknown"), function.get("arguments")
-
-
-def described(call: Mapping[str, Any]) -> str:
-    """Return a call as it would be written in Python."""
-    name, given = _named(call)
-    arguments = ", ".join(f"{key}={value!r}" for key, value in given.items()) if isinstance(given, dict) else given
-    return f"{name}({arguments})"

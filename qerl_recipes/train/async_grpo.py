@@ -28,7 +28,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from qerl_recipes.model import loading
-from qerl_recipes.rollout.episodes import read_any_text
+from qerl_recipes.rollout.calls import read_any_text
 from qerl_recipes.rollout.server_link import AnotherPolicyError, ServerRefusedError
 from qerl_vllm_plugin.client import VERSION_HEADER, PolicyClient
 from qerl_vllm_plugin.server.token import configured_token

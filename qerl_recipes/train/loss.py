@@ -33,8 +33,9 @@ from peft import PeftModel
 
 from qerl_recipes.model import logprobs
 from qerl_recipes.model.packing import PackedRow, pack
+from qerl_recipes.recipe.batches import AS_MANY_AS_FIT, FAST_TOKENS
 from qerl_recipes.recipe.checks import needs_every_completion
-from qerl_recipes.recipe.configs import AS_MANY_AS_FIT, FAST_TOKENS, GRPOConfig
+from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train.half_precision import HalfPrecision
 
 # the names under which TRL's log has these figures; the last two are ours, for TRL logs a clip ratio of its own, too

@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import ProgressCallback
 
 from qerl_recipes.files.metrics_file import EVALUATION, FILE, with_current_names
@@ -291,14 +290,7 @@ class MetricsFile:
 class QuietProgress(ProgressCallback):
     """Show a progress bar that ends in three numbers, and a line of its own for an evaluation."""
 
-    def on_log(
-        self,
-        args: GRPOConfig,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if figures := of_evaluation(logs):

@@ -29,14 +29,8 @@ from qerl_recipes.memory.plan import Plan
 from qerl_recipes.memory.sizes import measure
 from qerl_recipes.model import families, shared
 from qerl_recipes.recipe import checks
-from qerl_recipes.recipe.configs import (
-    AS_FEW_AS_FIT,
-    AS_MANY_AS_FIT,
-    FAST_TOKENS,
-    GRPOConfig,
-    ModelConfig,
-    ScriptArguments,
-)
+from qerl_recipes.recipe.batches import AS_MANY_AS_FIT, FAST_TOKENS
+from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.recipe.server_keys import server_problems
@@ -105,12 +99,8 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     honoured, an unknown reward, data set, schedule or engine, a missing column, or a checkpoint that does not fit the
     arm. Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
     """
-    problems = [
-        *checks.problems(script, training, model),
-        *server_problems(training),
-        *unknown_names(training),
-        *lacking(training, model),
-    ]
+    problems = [*checks.problems(script, training, model), *server_problems(training), *unknown_names(training)]
+    problems += lacking(training, model)
     if training.share_weights and (reason := shared.obstacle(training)):
         problems.append(f"share_weights: {reason}; use share_weights: false")
     start = _open_start(script, training, problems)
@@ -132,7 +122,13 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
             "PEFT does not find it; qerl quantize notes the hub's name for a model that it takes from there",
             stacklevel=2,
         )
-    plan = _plan(script, training, model, config, gpu)
+    plan = None if gpu is None else memory_plan.make(script, training, model, gpu=gpu, config=config)
+    if plan is not None:
+        plan.check()
+    if training.recompute_layers == AS_FEW_AS_FIT:
+        training.recompute_layers = None if plan is None else plan.checkpointed
+    if training.pack_tokens == AS_MANY_AS_FIT:
+        training.pack_tokens = FAST_TOKENS if plan is None else plan.pack_tokens
     return Checked(script, training, model, config, rows, list(functions.values()), interaction, start, plan)
 
 
@@ -151,8 +147,7 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
     another recipe, or ended in the middle of a rollout. It is also raised where a new run would mix its files with
     those of an earlier one.
     """
-    folder = run_state.starting_point(training.output_dir, training.resume_from_checkpoint)
-    if folder is None:
+    if (folder := run_state.starting_point(training.output_dir, training.resume_from_checkpoint)) is None:
         return None
     state, served = run_state.read_state(folder), checks.steps_per_rollout(training)
     run_state.check_recipe(state, recipe, folder)
@@ -170,12 +165,8 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
 
 def has_ended(checked: Checked, resume: ResumePoint) -> bool:
     """Return True if the checkpoint is of the run's last step, and the final adapter of that step has been written."""
-    if not resume.is_finished:
-        return False
-    try:
-        return run_state.read_state(Path(checked.training.output_dir) / run_state.LAST).step == resume.state.step
-    except CheckpointMismatch:
-        return False
+    last = Path(checked.training.output_dir) / run_state.LAST
+    return resume.is_finished and run_state.step_of(last) == resume.state.step
 
 
 def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
@@ -215,16 +206,8 @@ def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
     positions = families.most_positions(config)
     data = {"training": train, "held-out": held_out}
     prompts.refuse_long_prompts(data, tokenizer, script, training, positions, options, checked.interaction)
-    return Preflight(
-        **{**vars(checked), "config": config},
-        base=base,
-        tokenizer=tokenizer,
-        train=train,
-        held_out=held_out,
-        adapter=adapter,
-        run=run,
-        recorded=recipe,
-    )
+    own = {"config": config, "base": base, "tokenizer": tokenizer, "train": train, "held_out": held_out}
+    return Preflight(**{**vars(checked), **own}, adapter=adapter, run=run, recorded=recipe)
 
 
 def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
@@ -331,9 +314,9 @@ def _read_rows(
 ) -> tuple[Dataset, Dataset | None] | None:
     """Return the training and held-out problems of a recipe; add to ``problems`` what is wrong with them."""
     is_owned = script.dataset_name is None and isinstance(script.environments, str)
+    needed = training.generation_batch_size // training.num_generations
     try:
         if is_owned:
-            needed = training.generation_batch_size // training.num_generations
             train, held_out = prompts.of_environment(script, needed), None
         else:
             acts = script.environments is not None
@@ -349,11 +332,9 @@ def _read_rows(
             problems += environments.row_problems(interaction, split, rows.column_names, names)
     if is_owned and training.max_steps < 1:
         problems.append("an environment without dataset_name has no epochs; say how long to train with max_steps")
-    needed = training.generation_batch_size // training.num_generations
     if len(train) < needed:
-        keys = "generation_batch_size"
-        if not training.splits_by_tokens:
-            keys = "per_device_train_batch_size, or gradient_accumulation_steps,"
+        by_trl = "per_device_train_batch_size, or gradient_accumulation_steps,"
+        keys = "generation_batch_size" if training.splits_by_tokens else by_trl
         problems.append(
             f"a rollout takes {needed} prompts and the data have {len(train)}; lower {keys} to at most "
             f"{len(train) * training.num_generations} completions a rollout (now {training.generation_batch_size})"
@@ -386,20 +367,6 @@ def _column_problems(split: str, rows: Dataset, functions: Mapping[str, Reward])
                 f"{', '.join(sorted(columns))}. To rename one: {rename('OLD', missing[0])}"
             )
         yield from rewards.answer_problems(name, rows, split)
-
-
-def _plan(
-    script: ScriptArguments, training: GRPOConfig, model: ModelConfig, config: Mapping[str, Any] | None, gpu: Gpu | None
-) -> Plan | None:
-    """Return the memory plan of a run on ``gpu``; raise ValueError for a run that does not fit."""
-    plan = None if gpu is None else memory_plan.make(script, training, model, gpu=gpu, config=config)
-    if plan is not None:
-        plan.check()
-    if training.recompute_layers == AS_FEW_AS_FIT:
-        training.recompute_layers = None if plan is None else plan.checkpointed
-    if training.pack_tokens == AS_MANY_AS_FIT:
-        training.pack_tokens = FAST_TOKENS if plan is None else plan.pack_tokens
-    return plan
 
 
 def _check_adapter(

@@ -292,7 +292,7 @@ def _stops_on_sigterm(trainer: "QerlGRPOTrainer") -> Iterator[Callable[[], bool]
     import torch
     from transformers import TrainerCallback
 
-    requested, accelerator = False, trainer.accelerator
+    requested = False
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
@@ -302,6 +302,7 @@ def _stops_on_sigterm(trainer: "QerlGRPOTrainer") -> Iterator[Callable[[], bool]
     class StopAtStepEnd(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             nonlocal requested
+            accelerator = trainer.accelerator
             if accelerator.num_processes > 1:  # one that was told stops all, after the same step
                 requested = bool(accelerator.gather(torch.tensor([int(requested)], device=accelerator.device)).max())
             if requested:

@@ -17,7 +17,8 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.rollout.episodes import Episode, Player, for_trl, in_one_type
+from qerl_recipes.rollout.calls import in_one_type
+from qerl_recipes.rollout.episodes import Episode, Player, for_trl
 from qerl_recipes.rollout.interface import RolloutEngine, TakesTurns
 from qerl_recipes.tasks.environment_process import take_losses
 from qerl_recipes.tasks.environments import Starts

@@ -321,10 +321,7 @@ def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device 
 def _flat(
     halves: Sequence[Sequence[torch.Tensor]], device: torch.device | None, fetch: Fetch | None
 ) -> list[torch.Tensor]:
-    """Return one new flat tensor with all values of A and one with all values of B.
-
-    This takes few kernel launches. Tensor by tensor, launching would take longer than computing.
-    """
+    """Return a new flat tensor of all A and one of all B: by tensor, launching would take longer than computing."""
     if fetch is not None:
         assert device is not None  # every carrier names its own
         copied = fetch([tensor for half in halves for tensor in half], device)
@@ -336,10 +333,7 @@ def _flat(
 
 
 def _bound(pairs: Converted, a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return an upper bound of every pair's |A| |B|, computed from the largest value of each half.
-
-    The bound is not finite if any value is not. ``a`` and ``b`` are all values of A and of B.
-    """
+    """Return an upper bound of every pair's |A| |B| from all values ``a`` and ``b``; not finite if one is not."""
     sizes = max(math.sqrt(one.numel() * other.numel()) for one, other in pairs.values())
     largest = [torch.linalg.vector_norm(half, math.inf) for half in (a, b)]
     return sizes * math.prod(torch.stack(largest).tolist())

@@ -91,10 +91,7 @@ def _check_stamps(folder: Path, saved: SavedAdapter) -> None:
 
 
 def check_base(folder: str | Path, base: Path) -> None:
-    """Raise AdapterError if an adapter's folder says that it was trained on another checkpoint than ``base``.
-
-    A folder written by PEFT alone records only the base's name, which proves nothing, so it passes.
-    """
+    """Raise AdapterError if a folder names the hash of another base; PEFT's names prove nothing, and pass."""
     hashed = trained_on(folder)
     if hashed is not None and hashed != base_hash(base):
         raise AdapterError(

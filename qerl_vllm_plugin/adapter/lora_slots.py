@@ -64,10 +64,7 @@ class LoraSlots:
         self._worker_manager.add_adapter = add_checked
 
     def prepare(self) -> None:
-        """Register and pin an empty adapter, so that vLLM never looks for the policy on disk or evicts it.
-
-        Raises AdapterError if the id belongs to another adapter.
-        """
+        """Pin an empty adapter, so that vLLM neither reads nor evicts ours; raise AdapterError if the id is taken."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
@@ -103,10 +100,7 @@ class LoraSlots:
         return targets
 
     def stage(self, adapter: CheckedAdapter | None) -> Staged:
-        """Put the tensors that ``commit`` will copy on the device.
-
-        They are the whole (A, B), because vLLM's setter cuts out this tensor-parallel rank's share itself.
-        """
+        """Put the whole (A, B) on the device; vLLM's setter cuts out this tensor-parallel rank's share itself."""
         self._slot()
         staged = Staged()
         if adapter is not None:

@@ -112,10 +112,7 @@ def of(layer: torch.nn.Module) -> Adapter | None:
 
 
 def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Add (x A^T) B^T to ``y`` in place if the layer has adapter buffers, and return ``y``.
-
-    ``x: (..., K)``; ``y: (..., N)`` is the output of the base product.
-    """
+    """Add (x A^T) B^T, of ``x: (..., K)``, to ``y: (..., N)`` in place if the layer has buffers; return ``y``."""
     if not hasattr(layer, "policy_a"):
         return y
     shrunk = linear(x.reshape(-1, x.shape[-1]), layer.policy_a)  # (M, P R)

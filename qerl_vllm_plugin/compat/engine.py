@@ -81,10 +81,7 @@ def check_kv_cache(vllm_config: Any) -> None:
 
 
 def check_kv_connector(vllm_config: Any) -> None:
-    """Raise ValueError for an engine with a KV connector that keeps keys and values outside, and cannot empty them.
-
-    After a change of the policy that computed them, they would be read again.
-    """
+    """Raise ValueError for a KV connector that keeps keys and values of an earlier policy and cannot empty them."""
     if vllm_config.kv_transfer_config is None:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -116,10 +113,7 @@ def model_in_this_process(llm: Any) -> torch.nn.Module | None:
 
 
 def checkpoint_folder(vllm_config: "VllmConfig") -> Path | None:
-    """Return the folder that an engine's weights came from, or None if that cannot be told.
-
-    It is the folder that was named, or the one where the hub's client has put a model that was named by its id.
-    """
+    """Return the folder, named or of the hub's cache, that an engine's weights came from; None if that is unknown."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -45,10 +45,7 @@ def fail_at_exit() -> None:
 
 
 def end_calls(engine: Any) -> None:
-    """End with an error every call that an engine client has sent to a core that has died.
-
-    In this case vLLM ends the running requests and refuses later ones, but leaves the calls waiting for ever.
-    """
+    """End with an error the calls sent to a core that has died, which vLLM leaves waiting for ever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     for answer in list(engine.engine_core.utility_results.values()):
@@ -101,10 +98,7 @@ def watch_pauses(engine: Any, pausing: Around, resuming: Around) -> None:
 
 
 async def have_begun(engine: Any) -> bool:
-    """Return True if an engine at rest holds requests of this process that have tokens already and do not end.
-
-    Waits up to ``BREATH`` seconds for them to end.
-    """
+    """Return True if an engine at rest holds begun requests of this process that do not end within ``BREATH``."""
     end = time.monotonic() + BREATH
     while any(not state.is_prefilling for state in engine.output_processor.request_states.values()):
         if time.monotonic() > end:

@@ -47,10 +47,7 @@ def is_of_another_stage(layer: torch.nn.Module) -> bool:
 
 
 def attentions(vllm_config: Any) -> list[torch.nn.Module]:
-    """Return the attention layers of a loaded model, from vLLM's register of them.
-
-    Before 0.30, a model that runs on transformers' own classes does not have them among its modules.
-    """
+    """Return a model's attention layers from vLLM's register; before 0.30 some are not among its modules."""
     return [layer for layer in vllm_config.compilation_config.static_forward_context.values() if is_attention(layer)]
 
 
@@ -82,10 +79,7 @@ def checkpoint_names(mappers: Iterable[Any], name: str) -> list[str]:
 
 
 def keep_names(model: torch.nn.Module, checkpoint_names: list[str]) -> None:
-    """Store the checkpoint's names in the model for ``norm_layers``, where vLLM's names differ.
-
-    They do for the language part of a vision-language model, for example.
-    """
+    """Store the checkpoint's names for ``norm_layers`` where vLLM's differ, as in a vision-language model."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         mapped = [(mapper.apply_list([name]), name) for name in checkpoint_names]

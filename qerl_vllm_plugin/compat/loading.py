@@ -124,10 +124,7 @@ def watch(
 
 
 def _call_when_ready(model: torch.nn.Module, when_ready: Callable[[torch.nn.Module], None]) -> None:
-    """Call ``when_ready`` once all layers have been brought into their layouts.
-
-    vLLM's loaders end by calling ``model.eval``, which is replaced for that one call.
-    """
+    """Call ``when_ready`` once all layers have their layouts: vLLM's loaders end by ``model.eval``, replaced once."""
 
     def eval_and_call() -> torch.nn.Module:
         del model.eval
@@ -149,10 +146,7 @@ def _needed(model: torch.nn.Module) -> list[str]:
 
 
 def _model_being_built() -> torch.nn.Module:
-    """Find on the call stack the model whose constructor is running.
-
-    vLLM shows a quantization method the layers, but not their model. Raises RuntimeError if there is none.
-    """
+    """Return the model whose constructor is running, from the call stack; raise RuntimeError if there is none."""
     frame, found = sys._getframe(1), None
     while frame.f_back is not None and frame.f_code.co_name != "initialize_model":
         owner = frame.f_locals.get("self")

@@ -45,10 +45,7 @@ def watch(vllm_config: "VllmConfig", check_folder: CheckFolder, check_modules: C
 def _check_what_is_read(
     manager: Any, vllm_config: "VllmConfig", check_folder: CheckFolder, check_modules: CheckModules
 ) -> None:
-    """Wrap the method of ``manager`` that reads an adapter, so that the checks run around it.
-
-    ``manager`` is vLLM's WorkerLoRAManager, which reads an adapter once, before the first request for it is answered.
-    """
+    """Run the checks around the method by which vLLM's WorkerLoRAManager reads an adapter before its first request."""
     from vllm.lora.utils import get_adapter_absolute_path
 
     from qerl_vllm_plugin.compat.engine import checkpoint_folder

@@ -220,10 +220,7 @@ class PolicyServer:
 
 
 async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]], held: ExitStack | None = None) -> dict[str, Any]:
-    """Run a change to its end even if its caller goes away, because the engine is paused half-way.
-
-    ``held`` holds what the change reads, and is closed after it.
-    """
+    """Run a change to its end, even if its caller goes away with the engine paused; then close ``held``."""
 
     async def run() -> dict[str, Any]:
         with held or nullcontext():

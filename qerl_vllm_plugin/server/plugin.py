@@ -36,11 +36,7 @@ class EndpointPlugin:
         app.add_middleware(StampVersions, server=app.state.qerl)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the policy of the server's engine.
-
-        Raises ValueError for a server without an engine, for one of which only a part would change (data-parallel
-        replicas, workers on other machines), and for options that cannot be honoured.
-        """
+        """Open the policy of the server's engine; raise ValueError if only a part of it, or none, would change."""
         if self._token is None:
             return
         if engine_client is None:

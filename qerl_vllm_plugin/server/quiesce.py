@@ -69,11 +69,7 @@ async def lock(name: str, between: Callable[[], Awaitable[None]] = pause) -> Asy
 
 
 class Quiesce:
-    """Brings one engine to rest, from one API server process.
-
-    ``instance`` is the engine's name, the same in all its API server processes. ``is_shared`` says that there are
-    others.
-    """
+    """Bring an engine to rest, called ``instance`` in all its API server processes; ``is_shared`` if it has several."""
 
     def __init__(self, engine: Engine, changes: ChangeLog, instance: str, *, is_shared: bool) -> None:
         self.engine, self._client, self._changes = engine, engine.client, changes

@@ -57,10 +57,7 @@ class Noise:
 
 
 def _unusable_values(keys: Noise) -> list[str]:
-    """Return a message for each value that no rollout can use.
-
-    The engine would refuse it only at the first rollout with noise, after those of the first stage.
-    """
+    """Return a message for each value that the engine would refuse only at the first rollout with noise."""
     reasons, start, end = [], keys.sigma_start, keys.sigma_end
     if type(start) not in (int, float) or not 0 < start <= noise.MAX_SIGMA:
         most = f"{noise.MAX_SIGMA:g}, the most that the engine takes; for no noise leave rollout.custom.{ROLLOUT} out"

@@ -137,11 +137,7 @@ class Server(vLLMHttpServer):
             await self.clear_kv_cache()
 
     async def clear_kv_cache(self) -> None:
-        """Clear the KV cache and empty the prefix cache.
-
-        Raises RuntimeError if the prefix cache could not be emptied, so that another policy's keys and values could be
-        read again.
-        """
+        """Clear the KV cache and the prefix cache; raise RuntimeError if another policy's keys could be read again."""
         await super().clear_kv_cache()
         if self.node_rank != 0:
             return

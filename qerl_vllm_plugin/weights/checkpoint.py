@@ -54,10 +54,7 @@ class CheckpointReport:
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def layers_as(self, kind: str | None) -> list[str]:
-        """Return the names of the layers stored as ``kind``, ``nvfp4`` or ``fp8``.
-
-        For None, return those with an unquantized matrix (BF16, F16 or F32), embeddings included.
-        """
+        """Return the layers stored as ``kind``; for None those with an unquantized matrix, embeddings included."""
         codes = self.scheme.format.codes if self.scheme is not None and kind == NVFP4 else "weight"
         stored = {NVFP4: ("U8",), FP8: ("F8_E4M3",), None: FLOATS}[kind]
         matrices = [name for name, t in self.tensors.items() if len(t.shape) == 2 and t.dtype in stored]

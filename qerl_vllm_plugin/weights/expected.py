@@ -80,10 +80,7 @@ def experts(config: Mapping[str, Any]) -> str:
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:
-    """Return the tensors of a BF16 checkpoint with this config.json, or None for a model type not in MODEL_TYPES.
-
-    Raises KeyError naming a size that the config lacks, and ValueError for a size that is invalid or too large.
-    """
+    """Return a BF16 checkpoint's tensors, None for other model types; raise KeyError or ValueError for a bad size."""
     if config.get("model_type") not in MODEL_TYPES:
         return None
     for key, largest in SIZES.items():
@@ -154,11 +151,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Expecte
 
 
 def check_quantized(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | None) -> None:
-    """Check that every quantized tensor belongs to a layer that the scheme names, and that this layer is complete.
-
-    This works for any architecture. It also checks the scales of an FP8 KV cache. Raises CheckpointError naming the
-    tensor.
-    """
+    """Raise CheckpointError, naming the tensor, unless all quantized tensors and cache scales are the scheme's."""
     checked: set[str] = set()
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")

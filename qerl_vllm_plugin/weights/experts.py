@@ -96,10 +96,7 @@ def share_scales(w13: torch.Tensor, w2: torch.Tensor, prefix: str, *, has_slots:
 
 
 class _Bf16Experts(UnquantizedFusedMoEMethod):
-    """Compute BF16 experts by vLLM's method, and refuse a checkpoint that lacks an expert.
-
-    vLLM's own would serve uninitialized memory in the place of a missing expert.
-    """
+    """Compute BF16 experts by vLLM's method, which would serve uninitialized memory in place of a missing one."""
 
     def __init__(self, moe: Any, prefix: str) -> None:
         super().__init__(moe)

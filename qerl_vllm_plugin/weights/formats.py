@@ -227,10 +227,7 @@ class Nvfp4Scheme:
     kv_cache: bool = False
 
     def kind(self, name: str) -> str | None:
-        """Return how the linear layer ``name`` (Hugging Face module name) is stored: ``nvfp4``, ``fp8``, None for BF16.
-
-        Raises CheckpointError if it is a target of both an NVFP4 and an FP8 group.
-        """
+        """Return ``nvfp4``, ``fp8``, or None for BF16; raise CheckpointError for a target of NVFP4 and FP8 groups."""
         if self.is_ignored(name):
             return None
         for test in (lambda pattern: matches(pattern, name), lambda pattern: pattern == "Linear"):
@@ -328,10 +325,7 @@ def _check_group(name: str, weights: Mapping[str, Any], declared_format: Any, *,
 
 
 def _is_fp8_cache(scheme: Mapping[str, Any]) -> bool:
-    """Return True for an FP8 KV cache with one static scale for a layer's keys and one for its values.
-
-    Raises CheckpointError naming the key for any other cache.
-    """
+    """Return True for an FP8 KV cache with static scales for keys and values; raise CheckpointError for any other."""
     for key, value in CACHE_KEYS.items():
         if scheme.get(key, value if key in ("strategy", "symmetric") else None) != value:
             refuse(f"kv_cache_scheme has {key} {scheme.get(key)!r}, not {value!r}")
@@ -361,10 +355,7 @@ def _check_group_size(name: str, size: Any) -> None:
 
 
 def _is_weight_only(values: Mapping[str, Any]) -> bool:
-    """Return True if ModelOpt's config says of every group that its activations are not quantized.
-
-    Only config.json says so. OWN_FILE gives the algorithm alone, so this returns False for it.
-    """
+    """Return True if ModelOpt's config.json, for OWN_FILE cannot, says that no group has quantized activations."""
     groups = values.get("config_groups") or {}
     return bool(groups) and all(not group.get("input_activations") for group in groups.values())
 

@@ -153,10 +153,7 @@ class Marlin:
 
 
 def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
-    """Return the layout that ``kernel`` names, or for "auto" this platform's best for activations of ``params_dtype``.
-
-    Raises ValueError if the requested kernel cannot run here.
-    """
+    """Return the layout that ``kernel`` names, for "auto" the best here; raise ValueError if it cannot run here."""
     is_cuda = current_platform.is_cuda()
     can_tile = is_cuda and current_platform.is_device_capability(90) and params_dtype in tiles.ORDERS
     if kernel == "tiled" and not can_tile:

@@ -10,10 +10,7 @@ _WITH_A_LOGIN = re.compile(r"\bhttps?://(?!\*\*\*@)\S*@\S*")  # skips URLs whose
 
 
 def parted(url: str) -> tuple[str, Login | None]:
-    """Split a URL into the URL without its login, and the login, percent-decoded (None if there is none).
-
-    Raises ValueError for a URL that cannot be parsed; its message shows the URL as ``shown`` does.
-    """
+    """Return a URL without its login, and the login, percent-decoded, or None; raise ValueError for what is no URL."""
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError:

@@ -40,10 +40,7 @@ def metadata(config: dict[str, Any]) -> dict[str, str]:
 
 
 def pieces(tensors: Tensors, config: dict[str, Any]) -> Iterator[memoryview]:
-    """Yield a safetensors file in order, in pieces of at most PIECE bytes after the header.
-
-    The pieces are small because httpcore copies the rest of a piece with every write.
-    """
+    """Yield a safetensors file in small pieces, for httpcore copies the rest of a piece with every write."""
     layout = ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     yield memoryview(header_bytes(layout, metadata(config)))
     for tensor in tensors.values():
@@ -225,10 +222,7 @@ async def received(request: Any, limit: int, segments: Segments, held: ExitStack
 
 
 def _config(path: str, size: int) -> dict[str, Any]:
-    """Return the adapter's config from the header of a safetensors file.
-
-    Raises Refused if the file has no such header, or the config names modules by a pattern.
-    """
+    """Return the adapter's config from a safetensors header; raise Refused without one, or if it has patterns."""
     if size == 0:
         raise Refused(
             400, "bad_file", "the body is empty, so no safetensors file: send one, or name a folder with ?folder=NAME"
@@ -248,10 +242,7 @@ def _config(path: str, size: int) -> dict[str, Any]:
 
 
 def check_patterns(config: dict[str, Any]) -> None:
-    """Raise Refused for a config that names modules by a pattern instead of a list.
-
-    A regular expression would run in every worker, for as long as its author likes.
-    """
+    """Raise Refused for a config that names modules by a regular expression, which every worker would run."""
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(key)
         if value is None or (key == "target_modules" and value == "all-linear"):

@@ -116,10 +116,7 @@ def copy(copies: Iterable[Copy], device: torch.device) -> None:
 
 
 def register(memory: torch.Tensor, device: torch.device) -> None:
-    """Register (pin) host memory of this process with the driver, so that a GPU reads it directly.
-
-    The pages stay in place until ``unregister``. Raises CudaIPCError.
-    """
+    """Register (pin) host memory until ``unregister``, so that a GPU reads it directly; raise CudaIPCError."""
     address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
     with _context(device):
         _check(_driver().cuMemHostRegister_v2(address, size, ctypes.c_uint(_PORTABLE)), "registering shared memory")

@@ -143,10 +143,7 @@ def decoded(sent: Any, device: torch.device, file: MappedFile) -> Iterator[tuple
 
 
 def _register(mapped: _Mapped, device: torch.device) -> None:
-    """Register the file's memory with the driver; a failure is logged once.
-
-    Registering takes longer than one copy, so it pays only for a sender that comes again.
-    """
+    """Register the file's memory, which pays only for a sender that comes again; log a failure once."""
     mapped.is_tried = True
     try:
         cuda_ipc.register(mapped.memory, device)

@@ -121,10 +121,7 @@ def append(file: IO[bytes], given: Any) -> None:
 
 
 class Digest:
-    """Computes a file's digest in several threads, while the file is being written.
-
-    The digest is the SHA-256 over the SHA-256 of each ``SEGMENT`` of the file.
-    """
+    """Compute a file's digest, the SHA-256 over that of each ``SEGMENT``, in threads while it is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._number = file.fileno()

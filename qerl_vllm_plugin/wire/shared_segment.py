@@ -135,11 +135,7 @@ class Segments:
 
     @contextmanager
     def _until_an_error(self, found: "Segment | Growing") -> Iterator[None]:
-        """Free the segment if the block raises a refusal.
-
-        After another error, or a refusal whose reason is in ``UNSURE``, a worker may still read it: it is only closed
-        here.
-        """
+        """Free the segment after a refusal; close it after other errors and ``UNSURE`` ones: it may still be read."""
         try:
             yield
         except BaseException as error:

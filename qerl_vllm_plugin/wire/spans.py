@@ -31,10 +31,7 @@ class Plan(NamedTuple):
 
 
 def plan(pieces: Sequence[torch.Tensor], size: int) -> Plan:
-    """Plan the copies of ``pieces`` of a memory of ``size`` bytes.
-
-    The pieces are tensors whose storage offset is their offset in that memory.
-    """
+    """Plan the copies of ``pieces`` of a memory of ``size`` bytes, which lie at their storage offsets."""
     begins = [piece.storage_offset() * piece.element_size() for piece in pieces]
     if sum(piece.nbytes for piece in pieces) >= MOST * size:
         return Plan([Span(0, 0, size)], begins, size)

@@ -121,10 +121,7 @@ def on_all_ranks(policy: "WorkerPolicy", prepare: Callable[[], Change]) -> Answe
 
 
 def _why_not(policy: "WorkerPolicy", commit: Callable[[], Answer]) -> str | None:
-    """Try a change: make it, compute some tokens, and undo it. Return why it must not be made, or None.
-
-    No request runs meanwhile, as during every change. Raises only if the change cannot be undone.
-    """
+    """Return why a change must not be made, or None: make it, compute some tokens, undo it. Raise if that fails."""
     if policy.worker is None:  # the model is still being loaded, and is checked once loading has ended
         return None
     vllm_config = policy.worker.vllm_config

@@ -34,10 +34,7 @@ class ChangeLog:
         self._memory = mmap.mmap(self._number, size)
 
     def add(self, version: int) -> None:
-        """Log a change that was made now; only the worker calls this, while the engine is paused.
-
-        The version stays the previous one if only the noise has changed.
-        """
+        """Log a change that the worker has just made, with the engine paused; one of the noise keeps its version."""
         count = self.count
         _ENTRY.pack_into(self._memory, self._place(count), time.monotonic(), version)
         _WORD.pack_into(self._memory, _COUNT, count + 1)

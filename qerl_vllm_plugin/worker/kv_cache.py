@@ -44,10 +44,7 @@ class Released:
 
 
 def release(worker: Any, memory: KVCacheMemory) -> int:
-    """Release every allocation that holds a part of the KV cache and return their size in bytes.
-
-    The engine must have no running requests. Raises KVCacheError if the cache is released already.
-    """
+    """Release what holds the KV cache of an engine at rest; return its bytes. Raise KVCacheError if it is released."""
     policy = policy_of(worker)
     if policy.released is not None:
         raise KVCacheError("the memory of this engine's KV cache has been given back already")
@@ -125,10 +122,7 @@ def _checksums(worker: Any) -> dict[str, tuple[int, Checksum]]:
 
 
 def _tensors(worker: Any) -> dict[str, torch.Tensor]:
-    """Return by name the weights, the model's and the adapter's buffers, and all norms, each storage once.
-
-    The norms are those in service, those without noise, and those as loaded.
-    """
+    """Return each storage once: weights, buffers, and the norms in service, without noise and as loaded."""
     model, policy = vllm_worker.model_of(worker), policy_of(worker)
     named = [*model.named_parameters(), *model.named_buffers()]
     if policy.carrier is not None:

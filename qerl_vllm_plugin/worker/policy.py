@@ -90,10 +90,7 @@ def most_bytes(policy: WorkerPolicy) -> int:
 
 
 def policy_of(worker: Any) -> WorkerPolicy:
-    """Return the policy of a worker, which the first call creates; that call must reach all ranks of a pipeline.
-
-    Raises AdapterError if one of them cannot hold a policy for its model.
-    """
+    """Return a worker's policy, which a first call on all ranks creates; raise AdapterError if one cannot hold it."""
     model = vllm_worker.model_of(worker)
     if not hasattr(model, "qerl_policy"):
         model.qerl_policy = _open(model, worker)
@@ -102,11 +99,7 @@ def policy_of(worker: Any) -> WorkerPolicy:
 
 
 def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
-    """Create the policy of ``model``.
-
-    ``worker`` is None while the model is being loaded, when it has no LoRA slots yet. Raises AdapterError if a pipeline
-    stage cannot hold a policy.
-    """
+    """Create a policy, without ``worker`` while the model is loaded; raise AdapterError if a stage cannot hold it."""
     layers = vllm_layers.norm_layers(model)
     carrier, reason = None, None
     try:

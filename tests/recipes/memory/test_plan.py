@@ -345,7 +345,7 @@ def test_a_row_of_any_lengths_is_planned_and_no_more(completions: int, prompt: i
     sizes = {"generation_batch_size": completions, "max_prompt_length": prompt, "max_completion_length": completion}
     sizes |= {"vllm_max_model_length": prompt + completion, "pack_tokens": row}
     settings = parse(["--config", str(NVFP4_14B), *CPU, *flags(sizes)])
-    planned = _Run(*settings, measure(shapes.config_json("14B")), HOPPER).micro_batch(row)
+    planned = _Run(*settings, measure(shapes.config_json("14B")), HOPPER).trained.micro_batch(row)
     groups = [range(first, first + 8) for first in range(0, completions, 8)]
     draw, nearest = random.Random(0), 0.0
     for length in range(1, completion + 1):  # all equal, and of any length up to this

@@ -13,7 +13,8 @@ import pytest
 from waiting import PATIENCE
 
 from qerl_recipes.rollout import episodes
-from qerl_recipes.rollout.episodes import Episode, Player, as_text, begun, in_one_type
+from qerl_recipes.rollout.calls import as_text, in_one_type
+from qerl_recipes.rollout.episodes import Episode, Player, begun
 
 TOKENIZER = calling.tokenizer()
 MEGABYTES = "7" * 10_000_000
