@@ -19,11 +19,7 @@ TEMPLATE = "chat_template.jinja"  # transformers saves the tokenizer's template 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Describe a folder with an adapter, whose tensors are not read yet.
-
-    ``config`` is the content of adapter_config.json, ``state`` that of qerl_state.json. ``state`` is empty for a folder
-    that PEFT alone has written.
-    """
+    """Describe an adapter's folder: adapter_config.json, and qerl_state.json, which is empty if PEFT alone wrote it."""
 
     path: Path
     config: dict[str, Any]

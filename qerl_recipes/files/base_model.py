@@ -1,6 +1,5 @@
 """Find the checkpoint that a command names by folder or by model id, and read its config.json."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def known_config(name: str | Path, revision: str | None = None) -> dict[str, Any
     folder = Path(name).expanduser()
     file = folder / "config.json" if folder.is_dir() else _cached_config(str(name), revision)
     if file is not None:
-        return json.loads(_text(file, file.stat().st_mtime_ns))
+        return json.loads(file.read_text(encoding="utf-8"))
     if str(name) in BY_MODEL_ID and revision in (None, "main"):
         return as_config(BY_MODEL_ID[str(name)])
     return None
@@ -81,12 +80,6 @@ def read_config(name: str | Path, revision: str | None = None) -> dict[str, Any]
             " the folder of a checkpoint"
         ) from error
     return config
-
-
-@functools.lru_cache(maxsize=8)
-def _text(file: Path, changed: int) -> str:
-    """Return the text of a file whose last change was at ``changed``; it is read once."""
-    return file.read_text(encoding="utf-8")
 
 
 def _cached_config(model_id: str, revision: str | None) -> Path | None:

@@ -172,11 +172,7 @@ class Engine:
 
     @property
     def cache(self) -> int:
-        """Return the bytes planned for the KV cache.
-
-        They are the recipe's ``vllm_kv_cache_memory_bytes``, or else the rest of the engine's share of the GPU. The
-        rest is negative if the share is too small.
-        """
+        """Return the bytes of the KV cache: the recipe's, or the rest of the engine's share, which may be negative."""
         if self.training.vllm_kv_cache_memory_bytes is not None:
             return self.training.vllm_kv_cache_memory_bytes
         return int(self.training.vllm_gpu_memory_utilization * self.gpu.memory) - self.beside_cache

@@ -256,40 +256,34 @@ def _checked(parser: RecipeParser, action: argparse.Action, value: object, where
 
 def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
     """Return flags under today's names, and what became of WITHOUT_EFFECT's; raise ConfigError for an unknown one."""
-    valid = parser.keys()
-    options = set(parser._option_string_actions)
+    options, where = parser._option_string_actions, "command line"
     translated: list[str] = []
     dropped: dict[str, str | None] = {}
-    skip = 0
-    for i, flag in enumerate(flags):
-        if skip:
-            skip -= 1
-            continue
+    left = list(flags)
+    while left:
+        flag = left.pop(0)
         if not flag.startswith("--"):
             translated.append(flag)
             continue
         option, equals, value = flag.partition("=")
         key = option[2:].replace("-", "_")
-        following = flags[i + 1] if i + 1 < len(flags) and not flags[i + 1].startswith("--") else None
+        words = [value] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), left))
+        text = words[0] if words else None
         if key in WITHOUT_EFFECT:
-            words = [value] if equals else list(itertools.takewhile(lambda w: not w.startswith("--"), flags[i + 1 :]))
             is_list = WITHOUT_EFFECT[key].allowed == ([],)
-            dropped[key] = _drop(key, words if is_list else " ".join(words) or True, "command line")
-            skip = 0 if equals else len(words)
+            dropped[key] = _drop(key, words if is_list else " ".join(words) or True, where)
+            left = left if equals else left[len(words) :]
         elif key in RENAMED:
-            checked = value if equals else following
-            if key == "dataset_configs":
-                checked = [checked]  # type: ignore[assignment]
-            name, _ = _rename(key, checked, "command line")
+            name, _ = _rename(key, [text] if key == "dataset_configs" else text, where)
             translated.append(f"--{name}{equals}{value}")
-        elif (text := value if equals else following) is not None and current_value(key, text) != text:
-            translated.append(f"{option}={up_to_date({key: text}, 'command line')[key]}")
-            skip = 0 if equals else 1
+        elif text is not None and current_value(key, text) != text:
+            translated.append(f"{option}={up_to_date({key: text}, where)[key]}")
+            left = left if equals else left[1:]
         elif option not in options:
-            raise unknown(key, valid, "command line")
+            raise unknown(key, parser.keys(), where)
         elif (
-            (text := value if equals else following) in ("None", "null")
-            and (action := parser._option_string_actions[option]).type is str
+            text in ("None", "null")
+            and (action := options[option]).type is str
             and action.choices is None
             and action.dest in parser.may_be_none()
         ):

@@ -35,10 +35,7 @@ from qerl_vllm_plugin.server.token import configured_token
 
 
 class CheckedLoop(_AsyncRolloutLoop):
-    """Sample as TRL does, check which policies have computed an answer, and read calls of any depth.
-
-    A request that the server refuses ends the run, with what the server says.
-    """
+    """Sample as TRL does, check which policies computed an answer, and end the run at a request that is refused."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -273,10 +273,7 @@ def distance(logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> 
 
 
 def agreement(logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> Measured:
-    """Return by how much trainer and engine differ on the tokens of ``mask``, and the weights, under TRL's names.
-
-    ``weights`` is (B, C) or (B, 1), the others are (B, C). Weights of sequences count once each.
-    """
+    """Return ``distance`` and ``of_weights`` together; ``weights`` is (B, C) or (B, 1), the others are (B, C)."""
     near, of = distance(logps, sampled, mask), of_weights(weights, mask)
     return Measured({**near.sums, **of.sums}, {**near.largest, **of.largest}, of.smallest)
 
@@ -310,11 +307,7 @@ def token_means(logps: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch,
 
 
 def reference_kl(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> torch.Tensor:
-    """Return the KL estimate k3 to the reference policy for each token: (B, C).
-
-    With ``use_bias_correction_kl`` the estimate is multiplied by the ratio to the policy before the rollout's first
-    step, as in the loss.
-    """
+    """Return the KL estimate k3 to the reference policy, times the ratio with ``use_bias_correction_kl``: (B, C)."""
     assert batch.reference is not None
     difference = batch.reference - logps
     estimate = difference.exp() - difference - 1

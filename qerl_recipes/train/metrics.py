@@ -40,7 +40,7 @@ import torch
 from tqdm import tqdm
 from transformers.trainer_callback import ProgressCallback
 
-from qerl_recipes.files.metrics_file import EVALUATION, FILE, with_current_names
+from qerl_recipes.files.metrics_file import EVALUATION, FILE, read_metrics
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import loss
@@ -268,16 +268,8 @@ class MetricsFile:
     def restart(self, step: int) -> None:
         """Keep the lines of steps up to ``step`` (0: none), under today's names, as far as they are whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if step and self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    break
-                if record["step"] <= step:
-                    kept.append(json.dumps(with_current_names(record)))
-        write_text(self.path, "".join(f"{line}\n" for line in kept))
+        kept = [record for record in read_metrics(self.path) if record["step"] <= step] if step else []
+        write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
 
     def append(self, record: Mapping[str, object]) -> None:
         """Append one record as a line; numbers that JSON does not have (NaN, infinity) become null."""

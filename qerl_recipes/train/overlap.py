@@ -79,10 +79,7 @@ class Flight:
         return not self._calls.empty()
 
     def in_main(self, function: Callable[[], Any]) -> Any:
-        """Return what ``function`` returns in the thread that lands this flight; wait until it does.
-
-        In another thread than the worker's it is called at once.
-        """
+        """Return what ``function`` returns in the landing thread; any thread but the worker's calls it at once."""
         if threading.current_thread() is not self._worker:
             return function()
         answer: Future[Any] = Future()

@@ -2,7 +2,7 @@
 
 There are two moments. ``check`` refuses what can be refused without the model: keys, machine, data, rewards, the
 adapter to start from, GPU memory. ``settle`` needs the model's folder, which may be downloaded, and the lock on the
-run's output folder; it refuses what else does not fit and finds the checkpoint to resume from. Each file is read once.
+run's output folder; it refuses what else does not fit and finds the checkpoint to resume from.
 """
 
 import json

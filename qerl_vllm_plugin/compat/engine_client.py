@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.v1.engine.exceptions import EngineDeadError
+
 BREATH = 0.2  # seconds; a running engine makes several steps in this time
 LAST_OUTPUTS = 0.02  # seconds to wait for last outputs, as vLLM does
 
 
 def is_engine_death(error: BaseException) -> bool:
     """Return True if an engine client raised ``error`` because its engine has died."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     return isinstance(error, EngineDeadError)
 
 
@@ -46,8 +46,6 @@ def fail_at_exit() -> None:
 
 def end_calls(engine: Any) -> None:
     """End with an error the calls sent to a core that has died, which vLLM leaves waiting for ever."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     for answer in list(engine.engine_core.utility_results.values()):
         if not answer.done():
             answer.set_exception(EngineDeadError())
@@ -114,7 +112,6 @@ async def is_working(engine: Any) -> bool:
 
 def refuse_requests(engine: Any, reason: str) -> None:
     """Make an engine client answer no further request, and its server's /health return 503."""
-    from vllm.v1.engine.exceptions import EngineDeadError
 
     async def check_health() -> None:
         raise EngineDeadError(reason)
@@ -146,8 +143,6 @@ def watch_sequences(engine: Any, note: Callable[[Any, Callable[[], bool]], None]
 
 def end_requests(engine: Any, reason: str) -> None:
     """End with an error every request that an engine client is waiting for, whatever its engine does."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     engine.output_processor.propagate_error(EngineDeadError(reason))
 
 

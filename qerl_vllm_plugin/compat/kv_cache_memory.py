@@ -23,7 +23,7 @@ class KVCacheMemory:
             raise ValueError("only an NVIDIA GPU can give the memory of its KV cache back; leave sleep mode out here")
         from vllm.device_allocator import cumem
 
-        pool = cumem.CuMemAllocator.instance
+        self._cumem, pool = cumem, cumem.CuMemAllocator.instance
         entries = {} if pool is None else pool.pointer_to_data
         self._entries = {address: entry for address, entry in entries.items() if entry.tag == "kv_cache"}
         if not self._entries:
@@ -41,34 +41,26 @@ class KVCacheMemory:
 
     def unmap(self, address: int) -> None:
         """Give back the memory of the allocation at ``address``, once the GPU has finished its work."""
-        from vllm.device_allocator import cumem
-
         entry = self._entries[address]
         torch.cuda.synchronize(entry.handle[0])
-        cumem.unmap_and_release(entry.handle)
+        self._cumem.unmap_and_release(entry.handle)
         entry.is_asleep = True
 
     def map(self, address: int) -> None:
         """Put memory under ``address`` again. Raises RuntimeError if the GPU has no memory left."""
-        from vllm.device_allocator import cumem
-
         entry = self._entries[address]
-        cumem.create_and_map(entry.handle)
+        self._cumem.create_and_map(entry.handle)
         entry.is_asleep = False
 
     def read(self, address: int, size: int) -> torch.Tensor:
         """Return a copy of ``size`` bytes on the host."""
-        from vllm.device_allocator import cumem
-
         copy = torch.empty(size, dtype=torch.uint8, device="cpu")
         torch.cuda.synchronize()
-        cumem.libcudart.cudaMemcpy(copy.data_ptr(), address, size)
+        self._cumem.libcudart.cudaMemcpy(copy.data_ptr(), address, size)
         return copy
 
     def write(self, address: int, copy: torch.Tensor) -> None:
-        from vllm.device_allocator import cumem
-
-        cumem.libcudart.cudaMemcpy(address, copy.data_ptr(), len(copy))
+        self._cumem.libcudart.cudaMemcpy(address, copy.data_ptr(), len(copy))
 
     def clear_caches(self) -> None:
         """Zero every tensor of the KV cache."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
 
@@ -65,15 +66,11 @@ def runner_above() -> Any:
 
 def pipeline_stage() -> int:
     """Return the index of this rank's pipeline stage: which part of the model it holds."""
-    from vllm.distributed.parallel_state import get_pp_group
-
     return get_pp_group().rank_in_group
 
 
 def highest(here: int) -> int:
     """Return the highest number of all tensor- and pipeline-parallel ranks, each of which must call this."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
     flag = torch.tensor([here])
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
@@ -83,8 +80,6 @@ def highest(here: int) -> int:
 
 def of_all_stages(value: Any) -> list[Any]:
     """Return the ``value`` of every rank in this rank's pipeline, each of which must call this."""
-    from vllm.distributed.parallel_state import get_pp_group
-
     found = [value] * (group := get_pp_group()).world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(found, value, group=group.cpu_group)
@@ -97,7 +92,6 @@ def max_over_tensor_parallel_ranks(amax: torch.Tensor) -> torch.Tensor:
     Raises ValueError for several ranks with enable_multithread_load.
     """
     from vllm.config import get_current_vllm_config
-    from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
