@@ -124,7 +124,7 @@ def watch(
 
 
 def _call_when_ready(model: torch.nn.Module, when_ready: Callable[[torch.nn.Module], None]) -> None:
-    """Call ``when_ready`` once all layers have their layouts: vLLM's loaders end by ``model.eval``, replaced once."""
+    """Call ``when_ready`` once all layers have their layouts: in ``model.eval``, by which vLLM's loaders end."""
 
     def eval_and_call() -> torch.nn.Module:
         del model.eval

@@ -355,7 +355,7 @@ def _check_group_size(name: str, size: Any) -> None:
 
 
 def _is_weight_only(values: Mapping[str, Any]) -> bool:
-    """Return True if ModelOpt's config.json, for OWN_FILE cannot, says that no group has quantized activations."""
+    """Return True if config.json says that no group has quantized activations; OWN_FILE does not say so."""
     groups = values.get("config_groups") or {}
     return bool(groups) and all(not group.get("input_activations") for group in groups.values())
 

@@ -106,7 +106,7 @@ class QerlLinearMethod(LinearMethodBase):
         self.layout = self.layout.prepare(layer)
 
     def _note_groups(self, layer: torch.nn.Module, arrivals: "Arrivals") -> None:
-        """Note which of vLLM's parts belong to which linear, where the checkpoint has fewer: one in_proj_qkv."""
+        """Note which of vLLM's parts belong to which linear, where the checkpoint has fewer, as an in_proj_qkv."""
         if len(self.parts) < len(layer.logical_widths) and len(arrivals.groups) == len(self.parts):
             layer.qerl_groups = sorted(arrivals.groups)
 

@@ -121,7 +121,7 @@ def on_all_ranks(policy: "WorkerPolicy", prepare: Callable[[], Change]) -> Answe
 
 
 def _why_not(policy: "WorkerPolicy", commit: Callable[[], Answer]) -> str | None:
-    """Return why a change must not be made, or None: make it, compute some tokens, undo it. Raise if that fails."""
+    """Try a change and undo it; return why it must not be made, or None. Raise only if it cannot be undone."""
     if policy.worker is None:  # the model is still being loaded, and is checked once loading has ended
         return None
     vllm_config = policy.worker.vllm_config

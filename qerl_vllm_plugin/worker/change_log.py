@@ -34,7 +34,7 @@ class ChangeLog:
         self._memory = mmap.mmap(self._number, size)
 
     def add(self, version: int) -> None:
-        """Log a change that the worker has just made, with the engine paused; one of the noise keeps its version."""
+        """Log a change that the worker makes now, with the engine paused; a change of the noise keeps the version."""
         count = self.count
         _ENTRY.pack_into(self._memory, self._place(count), time.monotonic(), version)
         _WORD.pack_into(self._memory, _COUNT, count + 1)
