@@ -36,7 +36,7 @@ class EndpointPlugin:
         app.add_middleware(StampVersions, server=app.state.qerl)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the policy of the server's engine; raise ValueError if it cannot change as a whole, or for bad options."""
+        """Open the policy of the server's engine; raise ValueError if it cannot change whole, or for bad options."""
         if self._token is None:
             return
         if engine_client is None:
