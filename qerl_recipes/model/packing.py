@@ -129,31 +129,25 @@ def _bins(trees: list[Tree], pack_tokens: int) -> list[list[Tree]]:
 
 def _packed_row(trees: Sequence[Tree], input_ids: torch.Tensor, is_real: torch.Tensor, completion: int) -> PackedRow:
     segments: list[Segment] = []
-    tokens: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
-    end = 0
+    parts: list[tuple[torch.Tensor, ...]] = []  # tokens, positions, sources and places
+    none, end = torch.empty(0, dtype=torch.int64), 0
     for tree in trees:
         prompt_ids = input_ids[tree.rows[0], :-completion][is_real[tree.rows[0], :-completion]]
         prompt_start, prompt = end, len(prompt_ids)
-        tokens.append(prompt_ids)
-        positions.append(torch.arange(prompt))
+        parts.append((prompt_ids, torch.arange(prompt), none, none))
         end += prompt
         for row in tree.rows:
             (columns,) = is_real[row, -completion:].nonzero(as_tuple=True)
             own = len(columns)
             segments.append(Segment(prompt_start, prompt, end, own))
-            tokens.append(input_ids[row, -completion:][columns])
-            positions.append(torch.arange(prompt, prompt + own))
-            sources.append(torch.arange(end - 1, end + own - 1))
-            if own:
-                sources[-1][0] = prompt_start + prompt - 1
-            places.append(row * completion + columns)
+            sources = torch.arange(end - 1, end + own - 1)
+            sources[:1] = prompt_start + prompt - 1
+            tokens = input_ids[row, -completion:][columns]
+            parts.append((tokens, torch.arange(prompt, prompt + own), sources, row * completion + columns))
             end += own
-    row_tokens, where = torch.cat(tokens), torch.cat(places)
-    targets = input_ids[:, -completion:].reshape(-1)[where]
-    return PackedRow(tuple(segments), row_tokens[None], torch.cat(positions)[None], torch.cat(sources), targets, where)
+    tokens, positions, sources, places = map(torch.cat, zip(*parts, strict=True))
+    targets = input_ids[:, -completion:].reshape(-1)[places]
+    return PackedRow(tuple(segments), tokens[None], positions[None], sources, targets, places)
 
 
 def even_micro_batches(
