@@ -106,7 +106,7 @@ class _Client(ABC):
                     "end of a line, which what is read from a file has until it is stripped"
                 )
         refuse = functools.partial(PolicyRefusedError, 0, reason=UNREACHABLE)
-        self._ways = Ways(transport, TRANSPORTS, refuse, functools.partial(warnings.warn, stacklevel=5))
+        self._ways = Ways(transport, TRANSPORTS, refuse, functools.partial(warnings.warn, stacklevel=4))
         self._segments = Segments(PolicyRefusedError, shared_file.create_for_server)
         self.answered: dict[str, Any] = {}
         self._timeout = timeout
