@@ -12,7 +12,7 @@ import calling
 import pytest
 from waiting import PATIENCE
 
-from qerl_recipes.rollout import episodes
+from qerl_recipes.rollout import calls, episodes
 from qerl_recipes.rollout.calls import as_text, in_one_type
 from qerl_recipes.rollout.episodes import Episode, Player, begun
 
@@ -97,8 +97,8 @@ def test_what_a_turn_reads_of_tools_and_template_is_read_once(monkeypatch):
     def noting(name, make):
         return lambda given: read.append(name) or make(given)
 
-    for name in ("get_json_schema", "load_response_template"):
-        monkeypatch.setattr(episodes, name, noting(name, getattr(episodes, name)))
+    for module, name in ((episodes, "get_json_schema"), (calls, "load_response_template")):
+        monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
     begun = [Episode(calling.ids("<user>1<assistant>"), {"double": calling.double}) for _ in range(2)]
     said = [turn for turn in ("{double 4}<eos>", "{double 3}<eos>", "8<eos>") for _ in begun]
     Player(Scripted(*said), calling.tokenizer(), {}, 48, 9).play(begun)
