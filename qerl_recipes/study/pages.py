@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl_recipes.study.inventory import beside
 from qerl_recipes.study.plan import SWEEP_GAIN, Study, StudyError
 from qerl_recipes.study.results import ACCURACY, CUT, PLANNED, comparisons, counted, cut, hours, labels, of_arm
 from qerl_recipes.study.statistics import ALPHA, POWER, T_ONLY, compare, holm, visible
@@ -19,10 +18,10 @@ CURVES, COMPARISONS, CONFIGURATIONS = "curves_best.png", "comparisons.csv", "con
 SMOOTHING = 5  # steps of the running mean in a plot
 SCHEDULES = ("sigma", "learning_rate")  # drawn as they are, since they are set
 OF_CLAIMS = (
-    f"Supported: the t test, corrected by Holm over the claims of the study, is below {100 * ALPHA:.0f} % in that "
-    "direction. Not supported: the 95 % interval excludes an effect of the planned margin. Inconclusive: neither. "
-    "Where a loss of at most the margin is claimed, the interval alone decides. t test only: the exact test of sign "
-    "flips, which does not assume normal differences, does not say so."
+    f"A claim is supported if the t test, corrected by Holm over the study's claims, is below {100 * ALPHA:.0f} % in "
+    "that direction. It is not supported if the 95 % interval excludes an effect of the planned margin, and "
+    "inconclusive otherwise. Where a loss of at most the margin is claimed, the interval alone decides. *t test only* "
+    "means that the exact test of sign flips, which assumes no normal differences, does not say so."
 )
 
 
@@ -31,7 +30,7 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
     title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
     lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
     # reward and judge read the last number of an answer that does not end all the same
-    named_cut = ", ".join(f"{arm} seed {seed} ({percent(share)})" for (arm, seed), share in cut(values).items())
+    named_cut = ", ".join(_seeds_cut(arm, shares) for arm, shares in cut(values).groupby(level=0, sort=False))
     if named_cut:
         also = f"; {COMPARISONS} has the comparisons without them" if study.comparisons else ""
         named_cut = f"Runs that end with more than {percent(CUT)} of their completions cut: {named_cut}{also}"
@@ -46,13 +45,15 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
         " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
         *([f"{named_cut}."] if named_cut else []),
         *([f"Every comparison and claim: [{COMPARISONS}]({COMPARISONS})."] if len(found) else []),
-        f"Every metric: [{CONFIGURATIONS}]({CONFIGURATIONS}).",
-        "",
-        "```bash",
-        f"qerl study {file}  # run it",
-        "```",
+        f"Every metric: [{CONFIGURATIONS}]({CONFIGURATIONS}). To run it: `qerl study {file}`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _seeds_cut(arm: str, shares: pd.Series) -> str:
+    """Return the seed of an arm whose completions are cut, or the number of such seeds, and the largest share."""
+    seeds, most = shares.index.get_level_values(1), percent(shares.max())
+    return f"{arm} seed {seeds[0]} ({most})" if len(seeds) == 1 else f"{len(seeds)} of {arm} (up to {most})"
 
 
 def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> list[str]:
@@ -81,24 +82,25 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
 
 def _how_compared(study: Study, values: pd.DataFrame) -> str:
     """Return how the table of comparisons was made, and what its seeds can show."""
-    many = f"p corrected by Holm over {len(study.comparisons)} planned comparisons"
-    text = f"Accuracy{' and calls' if CALLS in values else ''} before → after training."
+    made = len(study.comparisons)
+    many = f"p is corrected by Holm over {made} comparisons" if made > 1 else "it is the only comparison planned"
+    text = f"Accuracy{' and calls are' if CALLS in values else ' is'} given before → after training."
     if study.sweep is not None:
         text += f" Each configuration is at its best {study.sweep.key} (@)."
     if study.afterwards.two_states is not None:
         return (
-            f"{text} Fisher's exact test on the counts, chosen afterwards since runs end in two states, which the "
-            f"planned t test does not fit; {many}."
+            f"{text} Fisher's exact test compares the counts. It was chosen afterwards: runs end in two states, which "
+            f"the planned t test does not fit; {many}."
         )
-    made = comparisons(study, values)
-    seeds, spreads = max(c.seeds for c in made), sorted(pd.Series(c.differences).std() for c in made)
-    text += f" t test, paired by seed (one base, the same problems); {many}."
-    if any(c.verdict().endswith(T_ONLY) for c in made):
+    found = comparisons(study, values)
+    seeds, spreads = max(c.seeds for c in found), sorted(pd.Series(c.differences).std() for c in found)
+    text += f" The t test is paired by seed; {many}."
+    if any(c.verdict().endswith(T_ONLY) for c in found):
         text += f" The exact test cannot go below {2.0 ** (1 - seeds):.2g} with {seeds} seeds."
     if any(study.settled(study.arms[arm]).get("quantization") == "bf16" for pair in study.comparisons for arm in pair):
-        text += f" BF16 reruns differ as seeds do: {COMPARISONS} has unpaired intervals."
-    least = 100 * visible(spreads[len(spreads) // 2], seeds, len(study.comparisons))
-    return f"{text} A true difference of {least:.1f} points would be found in {percent(POWER)} of such studies."
+        text += f" BF16 reruns differ as seeds do; {COMPARISONS} has unpaired intervals."
+    least = 100 * visible(spreads[len(spreads) // 2], seeds, made)
+    return f"{text} {percent(POWER)} of such studies would find a true difference of {least:.1f} points."
 
 
 def percent(share: float) -> str:
@@ -207,14 +209,19 @@ def overview(
     run = {file: of for file, of in found.items() if len(of[1])}
     counts = [counted(study, values)[0] for study, _, values in run.values()]
     cost = pd.DataFrame([hours(rows) for _, rows, _ in run.values()]).sum().to_dict()
-    where = os.path.relpath(folder)
+    where, example = os.path.relpath(folder), next(iter(run or found))
     lines = [
         "# Studies",
         "",
         "A study trains configurations of one recipe with several seeds and compares their accuracy, paired by seed. "
         "Plans (`NAME.yaml`) were written before their runs; what was added once the results were known stands under "
-        f"`afterwards`. The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}. This page and those of "
-        f"the studies are written by `qerl study {where}`.",
+        f"`afterwards`. The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
+        "",
+        "```bash",
+        f"qerl study {example} --dry-run  # the plan: configurations, runs, tests",
+        f"qerl study {example} --jobs 4  # on a GPU; stopped at any time, the same command goes on",
+        f"qerl study {where}  # run nothing: every page anew from the tables",
+        "```",
         "",
         "## What was found",
         "",
@@ -226,21 +233,7 @@ def overview(
     lines += [*([f"* Not run yet: {waiting}."] if waiting else []), ""]
     if tables:
         lines += [_significant(tables, sum(len(study.comparisons) for study, *_ in run.values())), ""]
-    lines += _claims(found, tables)
-    example = next(iter(run or found))
-    pair = next(iter(found[example][0].comparisons), ("A", "B"))
-    lines += [
-        "## Run one",
-        "",
-        "```bash",
-        f"qerl study {example} --dry-run  # the plan: configurations, runs, tests",
-        f"qerl study {example} --jobs 4  # on a GPU; stopped at any time, the same command goes on",
-        f"qerl study {example} --finished {beside(example)}  # only what that table lacks",
-        f"qerl compare {example} {' '.join(pair)} --metric mean_reward  # any two, by any metric",
-        f"qerl study {where}  # run nothing: every page anew from the tables",
-        "```",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_claims(found, tables)]) + "\n"
 
 
 def _significant(tables: Mapping[Path, pd.DataFrame], planned: int) -> str:
@@ -272,7 +265,7 @@ def _claims(
             {"claim": claim, "verdict": "; ".join(f"{verdict}: {names}" for verdict, names in by_verdict.items())}
         )
     said += [{"claim": claim, "verdict": f"not tested: {why}"} for claim, why in untested.items()]
-    return ["## Planned claims", "", *markdown(pd.DataFrame(said)), "", OF_CLAIMS, ""]
+    return ["## Planned claims", "", *markdown(pd.DataFrame(said)), "", OF_CLAIMS]
 
 
 def outline(study: Study, file: Path) -> str:
