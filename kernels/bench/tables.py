@@ -100,13 +100,13 @@ def listed(values: Iterable[str]) -> str:
 def rollouts(files: Files) -> str:
     """Return tokens per second of every rollout file, and each configuration's speed relative to the file's first.
 
-    Files of unequal lengths have a table of their own. The files have more numbers of sequences.
+    Files of unequal lengths have a table of their own. Other numbers of sequences and variants of an engine's options
+    stay in their files.
     """
-    found = {name: of for name, of in of_kind(files, "rollout", "prefill") if "lengths" not in of}
+    found = {name: of for name, of in of_kind(files, "rollout") if "lengths" not in of}
     sizes, rows = ("1", "8", "64", "256"), []
     for name, result in found.items():
-        # an arm with " at " in its name repeats another one at an older commit
-        arms = {arm: of_arm for arm, of_arm in result["arms"].items() if "batch" in of_arm and " at " not in arm}
+        arms = shown(result)
         first = next(iter(arms.values()))
         for arm, of_arm in arms.items():
             tokens = dict.fromkeys(
@@ -121,6 +121,24 @@ def rollouts(files: Files) -> str:
             said = configuration(arm) + (f" ({of_arm['commit']})" if "commit" in of_arm else "")
             rows.append([f"{model(result)}, {listed(tokens)}", said, *cells, f"`{name}.json`"])
     return table(" | ".join(["model, tokens in + out", "configuration", *sizes, "file"]), once(rows))
+
+
+def shown(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a file's arms without variants; one with " at " in its name repeats another one at an older commit."""
+    variants = result.get("variants", {})
+    arms = {arm: of for arm, of in result["arms"].items() if "batch" in of and " at " not in arm}
+    return {arm: of for arm, of in arms.items() if arm.rpartition(", ")[2] not in variants}
+
+
+def prefills(files: Files) -> str:
+    """Return tokens per second of reading prompts, in the files that compare BF16 and FP8 with ours."""
+    said = []
+    for name in ("prefill_7B_NVIDIA_H200", "rollout_7B_stock_NVIDIA_H200"):
+        rates = [
+            f"{configuration(arm)} {of['prefill']['tokens_per_s']:,.0f}" for arm, of in files[name]["arms"].items()
+        ]
+        said.append(f"{'; '.join(rates)} (`{name}.json`)")
+    return f"Prompts of 7B are read at, tokens/s: {'. '.join(said)}."
 
 
 def weights(files: Files) -> str:
