@@ -62,7 +62,7 @@ def provenance(files: Files, result: dict[str, Any], keys: dict[tuple[str, ...],
         origin = f"{on[machine(of)]}, {of['commit']}, {of['date']}"
         names.setdefault(origin, []).append(f"[`{name}.json`]({name}.json){note}")
     lines += (f"* {origin}: {', '.join(found)}" for origin, found in sorted(names.items()))
-    lines.append("\nShared host: its other GPUs were at work.")
+    lines.append("\nOther GPUs of a shared host were at work. A script is not in this repository.")
     lines.append(f"\nRuns behind the keys in brackets ({result['versions']}):\n")
     commands: dict[str, list[str]] = {}
     for (command, *rest), key in keys.items():
