@@ -99,10 +99,14 @@ def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, i
 
 
 def at_work(
-    size: ModelSize, batch: MicroBatch, block: int, *, checkpointing: bool, expands: bool, itemsize: int = BF16
+    size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, expands: bool, itemsize: int = BF16
 ) -> tuple[int, int]:
-    """Return the peak bytes of (one block, the head) beside what is kept; ``expands`` says that weights are 4-bit."""
-    recomputed = batch.at_once * block if checkpointing else 0
+    """Return the peak bytes of (one block, the head) beside what is kept; ``expands`` says that weights are 4-bit.
+
+    The first ``checkpointed`` blocks recompute. Where others keep their tensors, these are free by then, and a
+    recomputed block takes the place of one of them.
+    """
+    recomputed = batch.at_once * block if checkpointed == size.layers else 0
     expanded = max(linear.N * linear.K for linear in size.linears) * BF16 if expands else 0
     working = batch.at_once * size.intermediate * WORKING_COPIES * itemsize + expanded
     in_experts = [_in_experts(layer, batch, expands, itemsize) for layer in size.experts]

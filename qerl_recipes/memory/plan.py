@@ -372,7 +372,7 @@ class _Run:
         )
         kept = estimates.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
         in_block, head = estimates.at_work(
-            self.size, batch, block, checkpointing=checkpointed > 0, expands=self.arm != "bf16", itemsize=itemsize
+            self.size, batch, block, checkpointed=checkpointed, expands=self.arm != "bf16", itemsize=itemsize
         )
         blocks = f"all of {layers - checkpointed} blocks" if checkpointed < layers else "hidden states"
         once = ", prompts of a group once" if batch.attended > 1 else ""
