@@ -42,7 +42,7 @@ def load(
 
     ``quantization`` is the arm: ``qerl_nvfp4``, ``bf16`` or ``nf4`` (bitsandbytes). ``qerl_nvfp4`` takes an NVFP4
     checkpoint, or quantizes a BF16 one while loading, one layer at a time. None takes the weights as the checkpoint has
-    them. Norms round like those of the arm's engine: once under qerl_nvfp4, twice in stock vLLM.
+    them. Norms round like those of the arm's engine: once under qerl_nvfp4, twice in stock vLLM. Dropout is off.
 
     Raises CheckpointError for a checkpoint that is damaged or of another format. Raises ValueError for a family that
     cannot be trained (families.py), or an arm that this machine or this checkpoint does not support.
@@ -68,6 +68,11 @@ def load(
     norms.replace(model, rounded=arm != "qerl_nvfp4")
     rounding.replace_mlps(model)
     frozen.replace_routers(model)
+    for module in model.modules():  # the engine drops nothing, whatever config.json says
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
     model.requires_grad_(False)
     return model.eval() if weights is None else model.to(weights.device).eval()
 

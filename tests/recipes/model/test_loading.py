@@ -57,6 +57,17 @@ def test_the_bf16_arm_is_transformers_own_model(make_bf16):
     assert torch.equal(models.load(folder)(IDS).logits, stock(IDS).logits)
 
 
+@pytest.mark.parametrize(("family", "arm"), [("granite", "qerl_nvfp4"), ("phi3", "qerl_nvfp4"), ("granite", "bf16")])
+def test_the_trainer_stops_where_the_engine_does_and_drops_nothing(family, arm, make_bf16, tmp_path):
+    dropout = {"phi3": {"resid_pdrop": 0.5}, "granite": {"attention_dropout": 0.5}}[family]
+    folder = shutil.copytree(make_bf16(family, **dropout), tmp_path / "base")
+    transformers.GenerationConfig(eos_token_id=[1, 5]).save_pretrained(folder)
+    model = models.load(folder, torch.float32, quantization=arm).train()
+    assert model.generation_config.eos_token_id == [1, 5]  # of two, config.json has one
+    first, second = model(IDS).logits, model(IDS).logits
+    assert (first == second).all()
+
+
 @torch.no_grad()
 def test_fp32_norms_stay_within_the_stated_tolerance_of_stock(make_bf16):
     """Bound mean differences of log-probabilities in fp32.
