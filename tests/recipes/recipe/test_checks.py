@@ -91,6 +91,13 @@ REFUSED = [
     ("--lora_dropout 0.3", "lora_dropout: 0.3 cannot be honoured; it acts in the trainer only"),
     ("--train_norms true --beta 0.1", "use beta: 0"),
     ("--dataloader_drop_last true", "dataloader_drop_last: True cannot be honoured; evaluation while training is"),
+    # the optimizer and the batches
+    ("--optim_args momentum=0.9", "does not read momentum=0.9; remove it, or use the adam_ keys"),
+    ("--optim sgd --optim_args nesterov=true,lr=1", "optim_args: optim: sgd does not read lr=1; it reads moment"),
+    ("--optim sgd --optim_args momentum", "optim: sgd does not read momentum; it reads momentum, dampening, nest"),
+    ('--accelerator_config {"split_batches":true}', "accelerator_config: split_batches would cut a rollout otherwise"),
+    ("--do_train false", "do_train: 'false' cannot be honoured; qerl train always trains; remove the key"),
+    ("--average_tokens_across_devices false", "average_tokens_across_devices: False cannot be honoured; the loss is"),
     # a server
     ("--vllm_server_port 9000", "vllm_server_port: 9000 cannot be honoured; the address of a server is one key; use v"),
     ("--vllm_mode server --vllm_server_host me@gpu1", "vllm_server_host: '***@gpu1' cannot be honoured; the address"),
@@ -179,6 +186,8 @@ def test_keys_that_cannot_run_are_refused_by_name(flags, message):
         "--lora_r 512",
         "--skip_zero_advantage true",
         "--save_steps 0.5",
+        "--optim sgd --optim_args momentum=0.9,nesterov=true",
+        '--accelerator_config {"non_blocking":true}',
         "--eval_on_start true --eval_strategy epoch",
         "--do_eval true --eval_strategy steps --eval_steps 2",
         "--vllm_mode server --vllm_server_timeout 0.1",

@@ -82,12 +82,13 @@ def test_fresh_prompts_and_evaluations_have_seeds_of_their_own(train, tmp_path):
         _, refilled = train(tmp_path / "refilled", **sampling)
     assert len(refilled) > len(alone) and len(set(refilled)) == len(refilled) // 4
     assert refilled[:8] == alone[:8] and set(alone) < set(refilled)
-    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "num_generations_eval": 2}
     _, evaluated = train(tmp_path / "evaluated", **evaluation)
     kept = [seed for seed in evaluated if seed in alone]
     others = [seed for seed in evaluated if seed not in alone]
     assert kept == alone, "an evaluation changes nothing in the rollouts"
     assert others[: len(others) // 2] == others[len(others) // 2 :], "each evaluation meets the same environments"
+    assert others[0] == others[1] != others[2] == others[3], "and one for each problem"
 
 
 def test_each_process_has_the_seeds_of_its_own_rows(make_trainer, make_nvfp4, monkeypatch):

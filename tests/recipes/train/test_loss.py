@@ -93,10 +93,11 @@ def test_a_weight_at_a_limit_is_kept():
 
 @pytest.mark.parametrize("weighs", [True, False])
 def test_without_the_correction_weights_are_one_and_measured(weighs):
-    args = replace_args(vllm_importance_sampling_correction=weighs, vllm_importance_sampling_clip_max=1.5)
-    weights, measured = loss.weigh(torch.full((1, 2), 1.0), micro_batch([[1, 1]]), args)
-    assert weights.tolist() == ([[1.5, 1.5]] if weighs else [[1.0, 1.0]])
-    assert figures(measured)["sampling/importance_sampling_ratio/mean"] == 1.5
+    limits = {"vllm_importance_sampling_clip_min": 0.75, "vllm_importance_sampling_clip_max": 1.5}
+    args = replace_args(vllm_importance_sampling_correction=weighs, **limits)
+    weights, measured = loss.weigh(torch.tensor([[1.0, -1.0]]), micro_batch([[1, 1]]), args)
+    assert weights.tolist() == ([[1.5, 0.75]] if weighs else [[1.0, 1.0]])
+    assert figures(measured)["sampling/importance_sampling_ratio/mean"] == 1.125
 
 
 def replace_args(**changes):

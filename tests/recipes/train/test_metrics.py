@@ -221,6 +221,17 @@ def test_groups_of_equal_rewards_are_said_however_rewards_are_scaled(
     assert evaluation["eval/frac_reward_zero_std"] == 1.0
 
 
+def test_the_groups_of_an_evaluation_have_a_size_of_their_own(make_trainer, make_nvfp4, read_metrics):
+    def in_pairs(completions, **columns):
+        return [float(i // 2 % 2) for i in range(len(completions))]
+
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "max_steps": 1}
+    trainer = make_trainer(make_nvfp4("qwen2"), in_pairs, **evaluation)
+    trainer.train()
+    step, evaluated = read_metrics(trainer)
+    assert (step["frac_reward_zero_std"], evaluated["eval/frac_reward_zero_std"]) == (0.0, 1.0)
+
+
 def test_a_stop_string_cuts_nothing_off(make_trainer, make_nvfp4, read_metrics):
     seen = []
 
