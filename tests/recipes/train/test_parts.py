@@ -65,6 +65,7 @@ LOSSES = [
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "vespo"},
     {"loss_type": "grpo", "entropy_coef": 0.1, "off_policy_mask_threshold": 0.5},
+    {"loss_type": "dapo", "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 2.9},
     {"loss_type": "dapo", "dynamic_sampling": True, "dynamic_sampling_max_rounds": 1},
     {"loss_type": "grpo", "num_iterations": 2, "max_steps": 3},
 ]
@@ -88,6 +89,14 @@ def test_single_rows_and_padded_rows_are_parts_too(pack_tokens, train, monkeypat
     split = train("split", **by_tokens(pack_tokens=pack_tokens), **settings)
     assert_same(split, whole)
     assert max(split[3]) <= 60
+
+
+@pytest.mark.parametrize("settings", [{"loss_type": "bnpo"}, {"entropy_coef": 0.1}], ids=["bnpo", "entropy"])
+def test_a_mean_over_a_micro_batch_is_over_trls(settings, train):
+    two = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 1, "loss_type": "dapo"}
+    padded, packed = (train(str(size), pack_tokens=size, **{**two, **settings}) for size in (0, 100))
+    assert packed[0][0]["loss"] == pytest.approx(padded[0][0]["loss"], rel=1e-4)
+    assert packed[0][0]["grad_norm"] == pytest.approx(padded[0][0]["grad_norm"], rel=1e-3)
 
 
 def test_a_rollout_serves_several_steps(train):
