@@ -42,6 +42,7 @@ FIXED = {
     *("n", "seed", "temperature", "top_p", "max_tokens"),
     *("logprobs", "flat_logprobs", "prompt_logprobs", "detokenize", "output_kind"),
 }
+DRAWN = ("top_k", "min_p")  # fields that vLLM drops for a greedy answer
 DRAW = "set temperature (0.6, say), or leave this out"
 JSON_OPTIONS = {
     "chat_template_kwargs": '{"enable_thinking": false}',
@@ -186,13 +187,15 @@ class Evaluation(Sampling):
     def checked(self) -> "Evaluation":
         """Return this evaluation with the text of its chat template.
 
-        Raises ValueError for an unknown task, and for options that would be ignored: at temperature 0 top_p, several
-        samples and, unless environments start by it, a seed; without a chat template its options.
+        Raises ValueError for an unknown task, and for options that would be ignored: at temperature 0 top_p, top_k,
+        min_p, several samples and, unless environments start by it, a seed; without a chat template its options.
         """
         check_tasks(self.tasks)
         template = None if self.chat_template is None else template_text(self.chat_template)
         is_greedy, has_no_template = self.temperature == 0, self.use_chat_template is False
         fixed = sorted(FIXED & (self.generation_kwargs or {}).keys())
+        narrowing = {"top_p": self.top_p} if self.top_p < 1 else {}
+        narrowing |= {name: value for name, value in (self.generation_kwargs or {}).items() if name in DRAWN and value}
         of_template = [name for name in ("chat_template", "chat_template_kwargs") if getattr(self, name)]
         of_episodes = [name for name in OF_EPISODES if getattr(self, name) is not None]
         if is_greedy and self.num_samples > 1:
@@ -200,8 +203,8 @@ class Evaluation(Sampling):
                 f"num_samples is {self.num_samples}, but temperature 0 gives the same answer each time; "
                 "set temperature (0.6, say) or num_samples=1"
             )
-        if is_greedy and self.top_p < 1:
-            raise ValueError(f"top_p is {self.top_p}, but temperature 0 (greedy) draws nothing; {DRAW}")
+        for name in narrowing if is_greedy else ():
+            raise ValueError(f"{name} is {narrowing[name]}, but temperature 0 (greedy) draws nothing; {DRAW}")
         if is_greedy and self.seed is not None and not self.episodes:
             raise ValueError(f"seed is {self.seed}, but temperature 0 (greedy) draws nothing; {DRAW}")
         if fixed:

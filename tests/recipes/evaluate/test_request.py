@@ -52,6 +52,7 @@ def test_the_command_has_every_option_but_one() -> None:
         ({"top_p": 0.95}, r"top_p is 0\.95, but temperature 0 \(greedy\) draws nothing; set temperature"),
         ({"top_p": 0.0}, r"top_p is 0\.0; it must"),
         ({"top_p": 1.01}, r"top_p is 1\.01; it must"),
+        ({"generation_kwargs": {"min_p": 0.1}}, r"min_p is 0\.1, but temperature 0 \(greedy\) draws nothing"),
         ({"seed": 0}, r"seed is 0, but temperature 0 \(greedy\) draws nothing; set temperature"),
         ({"temperature": -1.0}, r"temperature is -1\.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
