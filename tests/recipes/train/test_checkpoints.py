@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import hub_stand_in
 import huggingface_hub
@@ -21,7 +22,7 @@ from transformers.trainer_utils import HubStrategy
 
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state
 from qerl_recipes.model import loading, norms
-from qerl_recipes.train.checkpoints import load_adapter
+from qerl_recipes.train.checkpoints import SavingTrainer, load_adapter
 from qerl_recipes.train.divergence import Diverged
 from qerl_recipes.train.preflight import resume_point
 from qerl_recipes.train.run import finish
@@ -123,6 +124,16 @@ def test_a_push_brings_what_others_load_and_no_path_of_this_machine(make_trainer
     downloaded = hub.root / "models" / "me" / "policy" / "last-checkpoint"
     trainer.args.output_dir, trainer.args.resume_from_checkpoint = str(tmp_path / "elsewhere"), str(downloaded)
     assert resume_point(trainer.args, trainer._recipe).folder == downloaded
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_an_upload_in_progress_holds_the_next_one_up_or_replaces_it(always):
+    pushed, args = [], SimpleNamespace(hub_strategy=HubStrategy.EVERY_SAVE, hub_always_push=always)
+    run = SimpleNamespace(args=args, push_in_progress=SimpleNamespace(is_done=lambda: False))
+    run.is_world_process_zero, run.state = (lambda: True), SimpleNamespace(global_step=3)
+    run.push_to_hub = lambda title, **options: pushed.append(title)
+    SavingTrainer._push_saved(run, Path("checkpoint-3"))
+    assert pushed == ["Training in progress, step 3"] * always
 
 
 def test_a_resumed_run_goes_on_counting(make_trainer, make_nvfp4, resume):
