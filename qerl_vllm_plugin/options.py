@@ -17,6 +17,10 @@ NO_WEIGHT_TRANSFER = (
     "stays as it is (qerl_vllm_plugin/lora_updates.md). Push adapters with PUT /v1/qerl/policy or "
     "qerl_vllm_plugin.client"
 )
+ONE_CARRIER = (
+    '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer and on for '
+    "every request. Use --enable-lora alone for several adapters"
+)
 MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
 

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from qerl_vllm_plugin import NAME
-from qerl_vllm_plugin.options import Options
+from qerl_vllm_plugin.options import ONE_CARRIER, Options
 from qerl_vllm_plugin.weights.checkpoint import Nvfp4Scheme, check_overrides, inspect_folder, weights_taken
 from qerl_vllm_plugin.weights.expected import CONFIG, experts
 from qerl_vllm_plugin.weights.families import WITHOUT_SLOTS, check_family, kept_in_bf16, never_compared
@@ -320,10 +320,7 @@ class QerlConfig(QuantizationConfig):
                 """and use --additional-config '{"qerl": {"policy_adapter": {"rank": R}}}', for attention"""
             )
         if options.adapter_rank and vllm_config.lora_config is not None:
-            raise ValueError(
-                '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer '
-                "and on for every request. Use --enable-lora alone for several adapters"
-            )
+            raise ValueError(ONE_CARRIER)
         lora_loading.watch(vllm_config, check_folder, check_modules)
         vllm_worker.draw_with_whole_prompts_alone()
         drafts.expand_on_cpu()

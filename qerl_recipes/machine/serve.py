@@ -22,7 +22,7 @@ from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
 from qerl_vllm_plugin import NAME
-from qerl_vllm_plugin.options import NO_WEIGHT_TRANSFER, Options
+from qerl_vllm_plugin.options import NO_WEIGHT_TRANSFER, ONE_CARRIER, Options
 from qerl_vllm_plugin.weights.checkpoint import check_overrides, inspect_folder
 from qerl_vllm_plugin.weights.families import check_family
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
@@ -45,16 +45,20 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
 
     Raises CheckpointError for a folder that does not exist, which vLLM would look for on the hub, and for a damaged
     one. The same holds for a checkpoint that quantizes more than weights, unless ``arguments`` ask for weight_only.
-    Raises ValueError for --weight-transfer-config, for contents of --additional-config and --hf-overrides that the
-    engine refuses, and for the folder of a model family that it refuses.
+    Raises ValueError for --weight-transfer-config, for --enable-lora beside a policy adapter, for contents of
+    --additional-config and --hf-overrides that the engine refuses, and for the folder of a model family that it
+    refuses.
     """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
+    has_slots = "enable-lora" in dict(_flags(arguments))
     for flag, text in _flags(arguments):
         if flag.partition(".")[0] == "weight-transfer-config":
             raise ValueError(NO_WEIGHT_TRANSFER)
         if flag in checks:
             with contextlib.suppress(json.JSONDecodeError):  # vLLM itself reads other forms, such as dotted keys
-                checks[flag](json.loads(text))
+                options = checks[flag](json.loads(text))
+                if isinstance(options, Options) and options.adapter_rank and has_slots:
+                    raise ValueError(ONE_CARRIER)
     folder = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
     if is_path and not folder.is_dir():

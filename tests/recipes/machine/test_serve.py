@@ -115,12 +115,13 @@ def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_
         ["--hf_overrides", '{"text_config": {"quantization_config": {}}}'],
         ["--weight-transfer-config", '{"backend": "qerl"}'],
         ["--weight_transfer_config.backend=nccl"],
+        ["--additional-config", '{"qerl": {"policy_adapter": {"rank": 8}}}', "--enable_lora"],
     ],
 )
 def test_a_mistake_in_our_options_is_told_before_the_server_starts(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
     known = r"--additional-config: (unknown key 'polcy_adapter'|.*from 1 to 512)|--hf-overrides: quantization_config"
-    known += "|--weight-transfer-config has no place here"
+    known += "|--weight-transfer-config has no place here|policy_adapter. and --enable-lora exclude each other"
     with pytest.raises(ValueError, match=known):
         serve.serve("gpt2", arguments)
 
