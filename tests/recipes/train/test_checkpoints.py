@@ -22,6 +22,7 @@ from transformers.trainer_utils import HubStrategy
 
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state
 from qerl_recipes.model import loading, norms
+from qerl_recipes.train import checkpoints
 from qerl_recipes.train.checkpoints import SavingTrainer, load_adapter
 from qerl_recipes.train.divergence import Diverged
 from qerl_recipes.train.preflight import resume_point
@@ -89,7 +90,9 @@ def hub(tmp_path, monkeypatch):
         yield served
 
 
-def test_a_push_brings_what_others_load_and_no_path_of_this_machine(make_trainer, make_nvfp4, hub, tmp_path):
+def test_a_push_brings_what_others_load_and_no_path_of_this_machine(
+    make_trainer, make_nvfp4, hub, monkeypatch, tmp_path
+):
     saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "train_norms": True}
     pushes = {"push_to_hub": True, "hub_model_id": "me/policy", "hub_strategy": "every_save"}
     trainer = make_trainer(make_nvfp4("qwen2"), **saves, **pushes)
@@ -124,6 +127,11 @@ def test_a_push_brings_what_others_load_and_no_path_of_this_machine(make_trainer
     downloaded = hub.root / "models" / "me" / "policy" / "last-checkpoint"
     trainer.args.output_dir, trainer.args.resume_from_checkpoint = str(tmp_path / "elsewhere"), str(downloaded)
     assert resume_point(trainer.args, trainer._recipe).folder == downloaded
+    trainer.args.hub_revision, asked = "ours", []  # the stand-in has one branch
+    api = SimpleNamespace(upload_folder=lambda **options: asked.append(options["revision"]))
+    monkeypatch.setattr(checkpoints, "hf_api", lambda: api)
+    trainer.push_to_hub()
+    assert asked == ["ours"]
 
 
 @pytest.mark.parametrize("always", [True, False])
