@@ -82,15 +82,17 @@ def compare(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: floa
         tested = stats.ttest_1samp(differences, 0.0)
         low, high = map(float, tested.confidence_interval(1 - ALPHA))
         p = float(tested.pvalue)
-    unpaired = mean, mean
-    if both.var().sum():
-        unpaired = stats.ttest_ind(both.a, both.b, equal_var=False).confidence_interval(1 - ALPHA)
+    # Welch's interval of the difference of two means; scipy's own warns where one arm's values are equal
+    squares = both.var() / len(both)
+    square = float(squares.sum())
+    freedom = square**2 / float((squares**2 / (len(both) - 1)).sum()) if square else 1.0
+    unpaired = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * sqrt(square)
     return Comparison(
         *(*pair, len(both), mean, p, _sign_flips(differences)),
         low=low,
         high=high,
-        unpaired_low=float(unpaired[0]),
-        unpaired_high=float(unpaired[1]),
+        unpaired_low=mean - unpaired,
+        unpaired_high=mean + unpaired,
         differences=tuple(map(float, differences)),
     )
 

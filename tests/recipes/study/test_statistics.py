@@ -11,6 +11,8 @@ from scipy import stats
 
 from qerl_recipes.study.statistics import compare, correct, holm, judge, visible
 
+pytestmark = pytest.mark.filterwarnings("error")  # numpy's and scipy's would reach the user of `qerl study`
+
 
 def paired(differences, **options):
     """Compare two arms whose values differ by these amounts."""
