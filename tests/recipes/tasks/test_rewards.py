@@ -81,6 +81,15 @@ def test_cosine_bends_accuracy_by_length_and_stays_flat_beyond_the_longest():
     assert cosine(completions=texts, solution=solution) == [e if e is None else pytest.approx(e) for e in expected]
 
 
+def test_cosine_bends_between_the_recipes_bounds():
+    bounds = {"min_value_wrong": -0.25, "max_value_wrong": -2.0, "min_value_correct": 0.25, "max_value_correct": 3.0}
+    cosine = reward("cosine", cosine_max_len=40, **{f"cosine_{name}": bound for name, bound in bounds.items()})
+    texts = [text + " " * padding for text in (r"\boxed{1}", r"\boxed{2}") for padding in (0, 99)]
+    short_right, right, short_wrong, wrong = cosine(completions=texts, solution=["1"] * 4)
+    assert (right, wrong) == pytest.approx((0.25, -2.0))
+    assert 2 < short_right < 3.0 and -0.75 < short_wrong < -0.25
+
+
 def test_length_compares_answers_to_the_same_prompt_only():
     texts = [padded(2, 10), padded(2, 20), padded(3, 15), padded(3, 10), padded(2, 12), padded(2, 12)]
     prompts = ["a", "a", "a", "a", "b", "b"]
