@@ -39,6 +39,7 @@ from qerl_recipes.files.json_files import read_object
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.machine.environment import warm_compiler
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_on_cpu, engine_options
+from qerl_vllm_plugin.noise import DEFAULT_TARGETS
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
@@ -95,8 +96,14 @@ class Settled:
             "max_samples": evaluation.max_samples,
             "noise_sigma": evaluation.noise_sigma,
             "noise_seed": evaluation.noise_seed or 0,
+            **({"noise_targets": self.noise_targets()} if evaluation.noise_sigma else {}),
             **({"acting": self.acting()} if evaluation.episodes else {}),
         }
+
+    def noise_targets(self) -> list[str]:
+        """Return the norms that carry noise: those of the adapter's training, or where none are known the default."""
+        recipe = {} if self.saved is None else self.saved.recipe
+        return list(recipe.get("noise_targets") or DEFAULT_TARGETS)
 
     def acting(self) -> dict[str, Any]:
         """Return what tells how the policy acts: the recipe's keys, and the reward from which an episode succeeds."""
@@ -260,7 +267,8 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
         if evaluation.noise_sigma:
             from qerl_vllm_plugin.policy import Policy
 
-            Policy(llm).set_noise(evaluation.noise_sigma, seed=settings["noise_seed"], rollout=0)
+            how = {"seed": settings["noise_seed"], "targets": settings["noise_targets"]}
+            Policy(llm).set_noise(evaluation.noise_sigma, rollout=0, **how)
         answered[label] = {**ask(llm, request, benchmarks, evaluation, label)} if benchmarks else {}
         for task in tasks:
             answered[label][task.name] = play(llm, request, task, evaluation, label)

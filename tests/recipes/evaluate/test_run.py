@@ -178,7 +178,7 @@ def test_evaluations_on_one_engine_answer_as_on_their_own(
 
 @pytest.mark.integration
 def test_noise_changes_the_answers_it_is_asked_for_and_no_others(
-    runs: dict[str, Path], tmp_path: Path, make_bf16: Make, engines: list[EngineSettings]
+    runs: dict[str, Path], tmp_path: Path, make_bf16: Make, engines: list[EngineSettings], save_adapter: Make
 ) -> None:
     task = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
     common = {**OPTIONS, "tasks": task, "max_samples": 12}
@@ -187,8 +187,13 @@ def test_noise_changes_the_answers_it_is_asked_for_and_no_others(
     kinds["other"]["noise_seed"] = 1
     trained = {"base": str(runs["base"]), "adapter": runs["folder"] / "adapter"}
     asked = [Evaluation(**common, **trained, **of, output_dir=tmp_path / name) for name, of in kinds.items()]
+    own = save_adapter(tmp_path / "trained", 1, recipe={"noise_targets": ["input_layernorm"]})
+    asked.append(asked[1].model_copy(update={"adapter": own, "output_dir": tmp_path / "own"}))
     results = evaluate.evaluate_each(asked)
     assert len(engines) == 1
+    targets = [results[i]["noise_targets"] for i in (1, 5)]
+    assert targets == [["input_layernorm", "post_attention_layernorm"], ["input_layernorm"]]
+    assert answers(tmp_path / "own", "base") != answers(tmp_path / "noisy", "base")
     assert [(of["noise_sigma"], of["noise_seed"]) for of in results[:3]] == [(0.0, 0), (0.5, 0), (0.5, 1)]
     for policy in ("base", "adapter"):
         given = {name: answers(tmp_path / name, policy) for name in kinds}
