@@ -57,6 +57,12 @@ class Options:
         given = additional_config.get("qerl", {}) if isinstance(additional_config, dict) else {}
         if not isinstance(given, dict):
             raise ValueError(f'--additional-config: "qerl" must be an object, not {given!r}')
+        others = additional_config if isinstance(additional_config, dict) else {}
+        if beside := sorted(KNOWN_OPTIONS & others.keys()):
+            raise ValueError(
+                f'--additional-config: "{beside[0]}" stands beside "qerl", where nothing reads it; write '
+                f'{{"qerl": {{"{beside[0]}": ...}}}}'
+            )
         if unknown := sorted(set(given) - KNOWN_OPTIONS):
             raise ValueError(
                 f'--additional-config: unknown key {unknown[0]!r} under "qerl"; known: {sorted(KNOWN_OPTIONS)}'

@@ -110,6 +110,7 @@ def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_
     "arguments",
     [
         ["--additional-config", '{"qerl": {"polcy_adapter": {"rank": 8}}}'],
+        ["--additional-config", '{"kernel": "marlin"}'],
         ["--port=81", '--additional_config={"qerl": {"policy_adapter": {"rank": 0}}}', "--seed", "1"],
         ["--hf-overrides", '{"quantization_config": "nvfp4"}'],
         ["--hf_overrides", '{"text_config": {"quantization_config": {}}}'],
@@ -120,8 +121,9 @@ def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_
 )
 def test_a_mistake_in_our_options_is_told_before_the_server_starts(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
-    known = r"--additional-config: (unknown key 'polcy_adapter'|.*from 1 to 512)|--hf-overrides: quantization_config"
-    known += "|--weight-transfer-config has no place here|policy_adapter. and --enable-lora exclude each other"
+    known = r"--additional-config: (unknown key 'polcy_adapter'|.*from 1 to 512|.kernel. stands beside .qerl.)"
+    known += "|--hf-overrides: quantization_config|--weight-transfer-config has no place here"
+    known += "|policy_adapter. and --enable-lora exclude each other"
     with pytest.raises(ValueError, match=known):
         serve.serve("gpt2", arguments)
 
