@@ -245,3 +245,9 @@ def test_one_rollout_may_serve_several_steps(make_trainer, make_nvfp4, read_metr
     mismatch = [record["logp_diff_mean"] for record in records]
     assert max(mismatch) < 0.05
     assert len(set(mismatch)) == 4  # each step measures its own completions
+
+
+def test_the_norms_that_are_trained_are_those_of_noise_targets(make_trainer, make_nvfp4):
+    trainer = make_trainer(make_nvfp4("qwen2"), train_norms=True, noise_targets=["input_layernorm"])
+    trained = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad and "norm" in name]
+    assert len(trained) == 2 and all("input_layernorm" in name for name in trained), trained
