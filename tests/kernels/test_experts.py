@@ -47,7 +47,6 @@ def test_an_expert_without_rows_costs_nothing_and_no_rows_give_none():
 def test_under_autocast_the_given_dtype_counts():
     x, ends, codes, scales, _ = example(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(grouped_linear(x, ends, codes, scales), grouped_linear(x, ends, codes, scales.clone()))
         under = grouped_linear(x, ends, codes, scales)
     assert torch.equal(under, grouped_linear(x, ends, codes, scales))
 

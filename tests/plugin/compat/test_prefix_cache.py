@@ -69,26 +69,6 @@ def test_promise_05_a_noise_change_is_answered_from_fresh_keys(policy):
     assert distance(again, clean) < 1e-5
 
 
-def test_control_without_the_reset_a_swap_is_stale(policy, adapters):
-    policy.swap(*adapters[0])
-    ask(policy)
-    tensors, config = adapters[1]
-    plain = {key: config[key] for key in ("r", "lora_alpha")} | {"target_modules": sorted(config["target_modules"])}
-    policy._llm.collective_rpc("qerl_swap", args=(tensors, plain, None))
-    stale, cached = ask(policy)
-    assert cached == 96
-    assert distance(stale, fresh(policy)) > 1e-2
-
-
-def test_control_without_the_reset_noise_is_stale(policy):
-    ask(policy)
-    args = (0.1, 1, 1, ["input_layernorm", "post_attention_layernorm"])
-    policy._llm.collective_rpc("qerl_set_noise", args=args, kwargs={"every_request_names_the_policy": True})
-    stale, cached = ask(policy)
-    assert cached == 96
-    assert distance(stale, fresh(policy)) > 1e-2
-
-
 def test_promise_05_a_cache_that_cannot_be_emptied_is_an_error(policy, adapters, monkeypatch):
     before = policy.state(digest=True)
     monkeypatch.setattr(policy._llm, "reset_prefix_cache", lambda **_: False)
