@@ -207,7 +207,6 @@ def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
 
     It leaves out the speeds, because no two runs share them.
     """
-    import json
 
     def read(source: Any) -> list[dict[str, Any]]:
         folder = Path(source if isinstance(source, str | Path) else source.args.output_dir)
@@ -225,8 +224,6 @@ def save_adapter() -> Callable[..., Path]:
     The adapter has rank 4, fits the tiny Qwen2, lies on q_proj and down_proj, and changes most answers. ``state``
     becomes qerl_state.json.
     """
-    import json
-
     from safetensors.torch import save_file
 
     def save(folder: Path, seed: int, scale: float = 1.0, **state: object) -> Path:
@@ -325,7 +322,6 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     It returns the process, which ends with the module; the log is at ``process.log``. A trainer that uses the server
     needs QERL_ADMIN_TOKEN in its environment, and this fixture sets it.
     """
-    import json
     import subprocess
 
     from qerl_recipes.machine import processes

@@ -138,19 +138,6 @@ def test_the_error_is_reported_and_searched_scales_lower_it(dense, tmp_path):
     assert inspect_folder(tmp_path / "mse").scheme == inspect_folder(tmp_path / "amax").scheme
 
 
-def test_fused_parts_in_different_shards_share_one_tensor_scale(tmp_path):
-    quantize_checkpoint(FIXTURES / "qwen2-bf16", tmp_path / "nvfp4")
-    headers, tensors = inspect_folder(FIXTURES / "qwen2-bf16").tensors, tensors_of(tmp_path / "nvfp4")
-    for layer in range(2):
-        for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
-            modules = [f"model.layers.{layer}.{block}.{name}_proj" for name in names]
-            assert len({float(tensors[f"{module}.weight_global_scale"]) for module in modules}) == 1
-    files = {headers[f"model.layers.0.mlp.{part}_proj.weight"].file for part in ("gate", "up")}
-    assert len(files) == 2, "the fixture must keep gate and up in different shards"
-    down = tensors["model.layers.0.mlp.down_proj.weight_global_scale"]
-    assert down != tensors["model.layers.0.mlp.up_proj.weight_global_scale"]
-
-
 def test_experts_are_packed_and_routers_kept(tmp_path):
     config = Qwen3MoeConfig(
         intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16,

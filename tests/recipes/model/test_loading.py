@@ -173,27 +173,6 @@ def test_trained_norms_come_back_from_disk(make_nvfp4, tmp_path):
     assert all(torch.equal(norm.weight, trained[name]) for name, norm in norms.named_norms(fresh) if name in trained)
 
 
-def test_norms_of_another_base_are_refused_before_any_changes(make_nvfp4, tmp_path):
-    model = models.load(make_nvfp4("qwen2"))
-    good = next(name for name, _ in norms.named_norms(model))
-    norms.save_norms({good: torch.zeros(64), "model.layers.9.input_layernorm.weight": torch.ones(64)}, tmp_path)
-    with pytest.raises(ValueError, match=r"layers\.9.*another base"):
-        norms.load_norms(model, tmp_path)
-    assert not any((norm.weight == 0).all() for _, norm in norms.named_norms(model))
-
-
-def test_moving_the_model_to_another_dtype_keeps_norms_and_codes(make_nvfp4):
-    model = models.load(make_nvfp4("qwen2"), torch.float32)
-    norms.set_noise(model, 1e-4, 0, 0)
-    before = [
-        (norm.weight.clone(), norm.noise.clone()) for _, norm in norms.named_norms(model) if norm.noise is not None
-    ]
-    model.to(torch.bfloat16)
-    after = [(norm.weight, norm.noise) for _, norm in norms.named_norms(model) if norm.noise is not None]
-    assert all(torch.equal(a, b) for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
-    assert model(IDS).logits.dtype == torch.bfloat16
-
-
 def test_a_mixture_of_another_family_is_refused_by_name(tmp_path):
     transformers.Qwen2MoeConfig(num_experts=4).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"qwen2_moe with num_(local_)?experts=4 is a mixture of experts whose"):

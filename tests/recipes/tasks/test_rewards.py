@@ -162,18 +162,15 @@ def test_an_answer_that_is_not_there_is_never_given():
     assert reward("exact_answer")(completions=["None", ""], answer=[None, None]) == [0.0, 0.0]
 
 
-def test_exact_answer_takes_the_last_block_else_the_last_box_else_the_whole_text():
-    assert reward("exact_answer")(completions=list(EXACT), answer=["4"] * len(EXACT)) == list(EXACT.values())
-
-
 def test_an_exact_answer_may_be_a_box_that_stands_in_the_block():
     texts = [r"<answer>\boxed{4}</answer>", r"<answer>\boxed{5}</answer>"]
     assert reward("exact_answer")(completions=texts, answer=[r"\boxed{4}"] * 2) == [1.0, 0.0]
 
 
-def test_the_evaluation_of_exact_answers_judges_as_the_reward_does(tmp_path):
+def test_exact_answer_takes_the_last_block_else_the_last_box_else_the_whole_text(tmp_path):
     from qerl_recipes.evaluate import tasks
 
+    assert reward("exact_answer")(completions=list(EXACT), answer=["4"] * len(EXACT)) == list(EXACT.values())
     (tmp_path / "x.jsonl").write_text('{"prompt": "2+2=", "answer": " 4"}')
     benchmark = tasks.load([f"jsonl-exact:{tmp_path}/x.jsonl"])[0]
     assert [benchmark.is_right(benchmark.problems[0], text) for text in EXACT] == list(EXACT.values())

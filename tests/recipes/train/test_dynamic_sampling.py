@@ -221,20 +221,6 @@ def test_a_micro_batch_without_a_useful_group_adds_nothing(pack_tokens, make_tra
     assert len([tokens for tokens, _ in seen if tokens]) == 4 and record["grad_norm"] > 0
 
 
-def test_if_all_rewards_are_equal_nothing_is_learnt(make_trainer, make_nvfp4, read_metrics):
-    def always_one(completions, **columns):
-        return [1.0] * len(completions)
-
-    settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "max_steps": 1}
-    trainer = make_trainer(make_nvfp4("qwen2"), always_one, **settings)
-    trainer.train()
-    (record,) = read_metrics(trainer)
-    counts = {"accepted_groups": 0, "dropped_groups": 2, "filled_groups": 2, "sampling_rounds": 2}
-    assert {name: record[name] for name in counts} == counts
-    assert record["grad_norm"] == 0
-    assert trainer.stream.position == 4
-
-
 @pytest.mark.parametrize("pack_tokens", [0, 16384])
 def test_loss_and_gradient_are_of_the_sampled_tokens_alone(pack_tokens, make_trainer, make_nvfp4, read_metrics):
     """Compare loss and gradient with values computed from plain logits.

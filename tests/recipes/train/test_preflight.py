@@ -3,11 +3,10 @@
 recipe/test_checks.py tests refusals that depend on keys alone.
 """
 
-import http.server
 import json
-import threading
 from pathlib import Path
 
+import hub_stand_in
 import huggingface_hub
 import pytest
 import torch
@@ -218,44 +217,24 @@ def test_rollouts_from_a_server_need_its_admin_token(variables, message, demo, r
     check(*demo())
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Serve a hub that accepts the token hf_known and no other."""
-
-    def do_GET(self):
-        known = self.headers.get("Authorization") == "Bearer hf_known"
-        self.send_response(200 if known and self.path == "/api/whoami-v2" else 401)
-        self.end_headers()
-        self.wfile.write(b'{"name": "somebody"}')
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture(scope="module")
-def hub():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_a_push_that_the_hub_would_not_take_is_refused(demo, refusal, hub, monkeypatch):
+def test_a_push_that_the_hub_would_not_take_is_refused(demo, refusal, monkeypatch, tmp_path):
     constants, push = huggingface_hub.constants, ["--push_to_hub", "true"]
+    known = [*push, "--hub_token", hub_stand_in.TOKEN]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-
     assert "push_to_hub needs a token of the Hugging Face hub" in refusal(*push)
     assert refusal(*push).endswith("--push_to_hub false")
     table = ("--log_completions", "true", "--log_completions_hub_repo", "somebody/table")
     assert "log_completions_hub_repo needs a token of the Hugging Face hub" in refusal(*table)
-    monkeypatch.setattr(constants, "ENDPOINT", hub)
-    assert f"{hub} does not take this token" in refusal(*push, "--hub_token", "hf_other")
-    with pytest.warns(UserWarning, match="what is pushed will name the base model, as its folder here"):
-        check(*demo(*push, "--hub_token", "hf_known"))
+    with hub_stand_in.Hub(tmp_path) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        assert f"{hub.endpoint} does not take this token" in refusal(*push, "--hub_token", "hf_other")
+        with pytest.warns(UserWarning, match="what is pushed will name the base model, as its folder here"):
+            check(*demo(*known))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "127.0.0.1:9 does not take this token" in refusal(*push, "--hub_token", "hf_known")
+    assert "127.0.0.1:9 does not take this token" in refusal(*known)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refusal(*push, "--hub_token", "hf_known")
+    assert "HF_HUB_OFFLINE is set" in refusal(*known)
 
 
 @pytest.fixture
