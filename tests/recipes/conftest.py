@@ -193,6 +193,24 @@ def resume() -> Callable[..., None]:
     return go_on
 
 
+@pytest.fixture
+def train_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return train_main(*flags), which trains as the command does and shuts the engine down afterwards."""
+    from qerl_recipes.train import run
+
+    built, build = [], run.build
+    monkeypatch.setattr(run, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
+
+    def call(*flags: str) -> None:
+        try:
+            run.main(flags)
+        finally:
+            while built:
+                built.pop().vllm_generation.close()
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def evaluation_tasks() -> Any:
     """Return the module that imports lighteval, which takes 4 s that only some workers need."""

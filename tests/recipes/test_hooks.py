@@ -5,7 +5,7 @@ import pluggy
 import pytest
 
 from qerl_recipes import hooks
-from qerl_recipes.hooks import Specifications, collect, find, implementation
+from qerl_recipes.hooks import Specifications, collect, implementation
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks.rewards import required_columns, resolve
@@ -92,11 +92,3 @@ def test_the_built_in_names_are_there():
     assert {"reasoning_gym", "gsm8k", "bigmath", "dapo_math_17k", "running_sum"} <= set(collect("qerl_datasets"))
     open_r1 = {"accuracy", "format", "tag_count", "reasoning_steps", "cosine", "length", "repetition_penalty"}
     assert open_r1 | {"soft_overlong_punishment", "code_format", "reasoning_gym"} <= set(collect("qerl_rewards"))
-
-
-def test_the_built_in_schedule_is_the_paper_s():
-    schedule = find("qerl_noise_schedules", "exponential")
-    # 11 rollouts and 10 stages: rollout k is stage k; stage 10 has sigma_end
-    assert schedule(0, 11, 1e-2, 5e-4, 10) == 0.0
-    assert schedule(1, 11, 1e-2, 5e-4, 10) == pytest.approx(1e-2)
-    assert schedule(10, 11, 1e-2, 5e-4, 10) == pytest.approx(5e-4)

@@ -345,10 +345,8 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }};{% endfor %}{{ '8' if more
 
 @pytest.mark.integration
 def test_a_run_is_judged_on_its_weights_with_its_prompts(
-    make_bf16: Make, write_recipe: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+    make_bf16: Make, write_recipe: Make, train_main: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from qerl_recipes.train import run as train
-
     base = make_bf16("qwen2")
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+3", "answer": "0"}) for i in range(8)))
     recipe = write_recipe(
@@ -364,12 +362,7 @@ def test_a_run_is_judged_on_its_weights_with_its_prompts(
         generation_kwargs={"stop": ["3"], "logit_bias": {"8": 100.0}},
         vllm_structured_outputs_regex="23333",
     )
-    built, build = [], train.build
-    monkeypatch.setattr(train, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
-    try:
-        train.main(["--config", recipe])
-    finally:
-        built.pop().vllm_generation.close()
+    train_main("--config", recipe)
     _, command, report = capfd.readouterr().out.strip().splitlines()[-3:]
     words = shlex.split(command)
     assert shlex.split(report) == ["qerl", "report", str(tmp_path / "run")]

@@ -42,25 +42,21 @@ def test_running_sum_is_judged_on_the_whole_completion(evaluation_tasks: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("task", "answer", "text", "right"),
+    ("answer", "text", "right"),
     [
-        ("jsonl", "1/2", "so the answer is $\\boxed{0.5}$", 1.0),
-        ("jsonl", "1/2", "so the answer is $\\boxed{0.6}$", 0.0),
-        ("jsonl", "9", "<think>\n3+6=9\n</think>\n<answer>9</answer>", 1.0),
-        ("jsonl", "9", "<answer>\nThe answer is $9$.\n</answer>", 1.0),
-        ("jsonl", "9", "<think>so $\\boxed{9}$</think><answer>8</answer>", 0.0),
-        ("jsonl", "9", "<answer>9</answer> no, <answer>8</answer>", 0.0),
-        ("jsonl-exact", "1/2", "<think>1/2</think><answer> 1/2 </answer>", 1.0),
-        ("jsonl-exact", "1/2", "<answer>1/2</answer><answer>1/3</answer>", 0.0),
-        ("jsonl-exact", "1/2", " 1/2\n", 1.0),
-        ("jsonl-exact", "1/2", "0.5", 0.0),
+        ("1/2", "so the answer is $\\boxed{0.5}$", 1.0),
+        ("1/2", "so the answer is $\\boxed{0.6}$", 0.0),
+        ("9", "<think>\n3+6=9\n</think>\n<answer>9</answer>", 1.0),
+        ("9", "<answer>\nThe answer is $9$.\n</answer>", 1.0),
+        ("9", "<think>so $\\boxed{9}$</think><answer>8</answer>", 0.0),
+        ("9", "<answer>9</answer> no, <answer>8</answer>", 0.0),
     ],
 )
-def test_a_local_file_is_judged_as_mathematics_or_as_text(
-    task: str, answer: str, text: str, right: float, tmp_path: Path, evaluation_tasks: Any
+def test_a_local_file_is_judged_as_mathematics(
+    answer: str, text: str, right: float, tmp_path: Path, evaluation_tasks: Any
 ) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": answer}))
-    benchmark = evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0]
+    benchmark = evaluation_tasks.load([f"jsonl:{tmp_path}/x.jsonl"])[0]
     assert judged(benchmark, benchmark.problems[0], text) == right
 
 

@@ -186,14 +186,17 @@ def test_runs_whose_answers_do_not_end_are_named_and_left_out(study, rows_table)
 
 def test_runs_of_two_states_are_counted(study, rows_table):
     of_b, of_a = (0.82, 0.83, 0.81, 0.84, 0.80, 0.82, 0.83), (0.82, 0.60, 0.59, 0.61, 0.62, 0.60, 0.58)
-    changes = {"sweep": None, "seeds": list(range(7)), "claims": [CLAIM], "afterwards": {"two_states": 0.75}}
+    claims = [CLAIM, {**CLAIM, "expect": "not lower"}]
+    changes = {"sweep": None, "seeds": list(range(7)), "claims": claims, "afterwards": {"two_states": 0.75}}
     plan, rows = read(study(**changes)), rows_table(accuracies(of_a, of_b))
     values = results.final(rows, None)
     (found,), (by_t,) = results.comparisons(plan, values), results.comparisons(plan, values, by_t=True)
     assert found.above == (7, 1) and found.verdict() == "higher" and by_t.above is None and by_t.low > 0
+    assert found.p == pytest.approx(stats.fisher_exact([[7, 0], [1, 6]]).pvalue)
+    assert np.isnan(found.low) and found.difference == pytest.approx(6 / 7)
     page = page_of(plan, rows, values)
     assert f"| b | a | 7 | 82.1 % | 63.1 % | 7 | 1 | {found.p:.3f} | higher |" in page and "Fisher's exact test" in page
-    assert results.verdicts(plan, values, plan.claims).verdict.tolist() == ["supported"]
+    assert results.verdicts(plan, values, plan.claims).verdict.tolist() == ["supported", "inconclusive"]
     states = results.by_arm(plan, rows, values).query("metric == 'in_upper_state'")
     assert states["mean"].tolist() == pytest.approx([1 / 7, 1.0]) and states.runs.tolist() == [7, 7]
 

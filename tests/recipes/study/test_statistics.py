@@ -82,18 +82,6 @@ def test_the_power_is_what_a_simulation_finds():
     assert visible(0.02, 2, 9) > 1.0  # with two seeds no possible difference of shares is visible
 
 
-def test_two_states_are_counted():
-    of_a, of_b = (
-        pd.Series([0.82, 0.83, 0.81, 0.84, 0.80, 0.82, 0.83]),
-        pd.Series([0.82, 0.6, 0.59, 0.61, 0.62, 0.6, 0.58]),
-    )
-    (found,) = correct([compare(("a", "b"), of_a, of_b, 0.75)])
-    p = stats.fisher_exact([[7, 0], [1, 6]]).pvalue
-    assert (found.above, found.p, found.verdict()) == ((7, 1), pytest.approx(p), "higher")
-    assert math.isnan(found.low) and found.difference == pytest.approx(6 / 7)
-    assert (judge(found, "higher", 0.01), judge(found, "not lower", 0.01)) == ("supported", "inconclusive")
-
-
 @pytest.mark.parametrize(
     ("differences", "expect", "verdict"),
     [

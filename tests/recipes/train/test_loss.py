@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from qerl_recipes.model.packing import pack
-from qerl_recipes.recipe.checks import needs_every_completion
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.train import loss, metrics
@@ -133,12 +132,6 @@ def test_figures_do_not_depend_on_what_tools_have_written(case):
 
     found = measured(1.0)
     assert found == measured(7.0) and len(found[0]) >= 8
-
-
-def test_what_tools_have_written_was_not_sampled():
-    batch = {"completion_mask": torch.tensor([[1, 1, 1, 0]]), "tool_mask": torch.tensor([[1, 0, 1, 1]])}
-    assert loss.mask_of(batch).tolist() == [[1, 0, 1, 0]]
-    assert loss.mask_of({"completion_mask": batch["completion_mask"]}).tolist() == [[1, 1, 1, 0]]
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -443,10 +436,6 @@ def test_skipping_where_every_row_counts_is_refused(key, write_recipe):
         check(*parse(["--config", write_recipe(skip_zero_advantage=True, **{key: REASONS[key]})]))
 
 
-def test_an_ordinary_recipe_has_no_reason_to_keep_them():
-    assert needs_every_completion(ARGS) is None
-
-
 # whole runs with TRL's own weights
 
 
@@ -494,11 +483,3 @@ def test_a_run_is_the_one_with_trls_own_weights(mode, pack_tokens, make_trainer,
     for one, other in zip(our_logs, their_logs, strict=True):
         assert {n: one[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=2e-3, abs=1e-5)
     assert max(log["sampling/sampling_logp_difference/mean"] for log in our_logs) > 0.05  # so weights differ from 1
-
-
-@pytest.mark.slow
-def test_a_rollout_for_several_steps_is_weighed_before_the_first(make_trainer, make_nvfp4, monkeypatch):
-    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 2}
-    _, logs, scored = train(make_trainer, make_nvfp4("qwen2"), monkeypatch, ours=True, **settings)
-    assert scored > 0
-    assert all(log["sampling/sampling_logp_difference/mean"] > 0 for log in logs)

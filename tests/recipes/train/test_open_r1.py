@@ -11,7 +11,6 @@ from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.train import preflight
-from qerl_recipes.train import run as train
 
 FILE = Path(__file__).parents[2] / "fixtures" / "data" / "recipes" / "open_r1_grpo.yaml"
 RECIPES = yaml.safe_load(FILE.read_text())["recipes"]
@@ -89,17 +88,11 @@ def test_each_recipe_of_open_r1_can_run(name, flags):
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
-def test_a_recipe_with_the_reward_code_trains(flags, light_engines, read_metrics, monkeypatch, tmp_path):
+def test_a_recipe_with_the_reward_code_trains(flags, light_engines, read_metrics, train_main, tmp_path):
     """Train with the real engine. Some of its completions hold a program, by chance, and some programs are right."""
-    built, build = [], train.build
-    monkeypatch.setattr(train, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
     small = "--per_device_train_batch_size 8 --num_generations 8 --gradient_accumulation_steps 1 --max_steps 2"
     small += " --max_completion_length 24 --vllm_max_model_length 256 --max_prompt_length 200 --save_strategy no"
-    try:
-        train.main([*flags(CODE), *small.split(), "--gradient_checkpointing", "false", "--lora_r", "4"])
-    finally:
-        for trainer in built:
-            trainer.vllm_generation.close()
+    train_main(*flags(CODE), *small.split(), "--gradient_checkpointing", "false", "--lora_r", "4")
     first, second = read_metrics(tmp_path / "run")
     for line in (first, second):
         assert line["rewards/code/unjudged"] == 0

@@ -25,22 +25,6 @@ from qerl_recipes.train import run as train
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """Return a function that calls train.main and shuts its engine down afterwards."""
-    built, build = [], train.build
-    monkeypatch.setattr(train, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
-
-    def call(*argv):
-        try:
-            train.main(argv)
-        finally:
-            while built:
-                built.pop().vllm_generation.close()
-
-    return call
-
-
-@pytest.fixture
 def no_build(monkeypatch):
     monkeypatch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
 
@@ -80,7 +64,7 @@ def test_a_run_that_ended_in_mid_rollout_is_not_made_longer(write_recipe, no_bui
         train.main(["--config", recipe])
 
 
-def test_an_adapter_without_checkpoints_is_not_overwritten(run, write_recipe, no_build, tmp_path):
+def test_an_adapter_without_checkpoints_is_not_overwritten(train_main, write_recipe, no_build, tmp_path):
     adapter = tmp_path / "run" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")  # of another program, or cut off: no run of ours ended
@@ -91,9 +75,9 @@ def test_an_adapter_without_checkpoints_is_not_overwritten(run, write_recipe, no
     assert (adapter / "adapter_config.json").read_text() == "{}"
 
 
-def test_folders_and_checkpoints_of_other_runs_are_refused(run, write_recipe, monkeypatch, capfd, tmp_path):
+def test_folders_and_checkpoints_of_other_runs_are_refused(train_main, write_recipe, monkeypatch, capfd, tmp_path):
     recipe = write_recipe(save_strategy="steps", save_steps=1, lr_scheduler_type="constant", max_steps=1)
-    run("--config", recipe)
+    train_main("--config", recipe)
     with monkeypatch.context() as patch:
         patch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
         with pytest.raises(CheckpointMismatch, match="run holds checkpoint-1 of an earlier run; continue it with"):
@@ -117,7 +101,7 @@ def test_folders_and_checkpoints_of_other_runs_are_refused(run, write_recipe, mo
         assert f"nothing is left to do: {tmp_path}/run/checkpoint-1 is of the last step" in capfd.readouterr().out
         assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
     shutil.rmtree(tmp_path / "run" / "adapter")  # as if killed while writing it
-    run(*resume)
+    train_main(*resume)
     assert not (tmp_path / "run" / "checkpoint-2").exists()
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "run" / "adapter" / name).read_bytes() == before[tmp_path / "run" / "adapter" / name]
@@ -126,15 +110,15 @@ def test_folders_and_checkpoints_of_other_runs_are_refused(run, write_recipe, mo
         for change, message in (("--seed 1", "; seed was 0 and is 1"), ("--dataset_size 17", "other training data")):
             with pytest.raises(CheckpointMismatch, match=message):
                 train.main([*resume, "--max_steps", "2", *change.split()])
-    run(*resume, "--max_steps", "2")
+    train_main(*resume, "--max_steps", "2")
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
 
 
 @pytest.mark.parametrize("data", ["pick_number", "reasoning_gym"])
-def test_the_printed_evaluation_has_the_held_out_problems(data, run, write_recipe, capfd, tmp_path):
+def test_the_printed_evaluation_has_the_held_out_problems(data, train_main, write_recipe, capfd, tmp_path):
     longer = {"max_steps": 1, "vllm_max_model_length": 160, "max_completion_length": 4}
     recipe = write_recipe(dataset_name=data, reward_funcs=["last_number"], **longer)
-    run("--config", recipe)
+    train_main("--config", recipe)
     (printed,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("  qerl evaluate "))
     _, _, base, *words = shlex.split(printed)
     options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
@@ -143,11 +127,11 @@ def test_the_printed_evaluation_has_the_held_out_problems(data, run, write_recip
     assert evaluation.tasks == [f"jsonl-number:{file}"] and file.read_text() == lines(recipe)
 
 
-def test_another_run_continues_from_a_runs_adapter(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
+def test_another_run_continues_from_a_runs_adapter(train_main, write_recipe, make_nvfp4, monkeypatch, tmp_path):
     base = make_nvfp4("qwen2")
     monkeypatch.chdir(base.parent)
     template = "{% for message in messages %}{{ '1+' + message['content'] }}{% endfor %}"
-    run("--config", write_recipe(model_name_or_path=base.name, chat_template=template), "--max_steps", "1")
+    train_main("--config", write_recipe(model_name_or_path=base.name, chat_template=template), "--max_steps", "1")
     first = tmp_path / "run" / "adapter"
     assert (first / "chat_template.jinja").read_text() == template
     state = json.loads((first / "qerl_state.json").read_text())
@@ -178,13 +162,13 @@ def test_another_run_continues_from_a_runs_adapter(run, write_recipe, make_nvfp4
         with pytest.raises(ConfigError, match=message):
             settings = ["--config", write_recipe(), "--output_dir", other, "--adapter_name_or_path", str(first)]
             train.main([*settings, *wrong.split()])
-    run("--config", write_recipe(max_steps=2), "--output_dir", other, "--adapter_name_or_path", str(first))
+    train_main("--config", write_recipe(max_steps=2), "--output_dir", other, "--adapter_name_or_path", str(first))
     wrapped = PeftModel.from_pretrained(model.load(make_nvfp4("qwen2")), tmp_path / "other" / "adapter")
     after = {name.replace(".default", ""): tensor for name, tensor in wrapped.state_dict().items()}
     assert all((after[name] - tensor).abs().max() < 0.1 for name, tensor in tensors.items())
 
 
-def test_a_resume_keeps_the_starting_adapter_of_its_run(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
+def test_a_resume_keeps_the_starting_adapter_of_its_run(train_main, write_recipe, make_nvfp4, monkeypatch, tmp_path):
     """Check that the starting adapter's path may change on a resume but its content may not.
 
     Other content would be another policy, or another reference for beta.
@@ -198,7 +182,7 @@ def test_a_resume_keeps_the_starting_adapter_of_its_run(run, write_recipe, make_
     recipe = {key: value for key, value in recipe.items() if not key.startswith("lora_")}  # lora_alpha becomes 32
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "lr_scheduler_type": "constant"}))
     settings = ["--config", str(tmp_path / "recipe.yaml")]
-    run(*settings, "--adapter_name_or_path", str(tmp_path / "first"))
+    train_main(*settings, "--adapter_name_or_path", str(tmp_path / "first"))
     shutil.move(tmp_path / "first", tmp_path / "moved")
     resume, checkpoint = (
         [*settings, "--max_steps", "2", "--resume_from_checkpoint", "true"],
@@ -224,7 +208,7 @@ def test_a_resume_keeps_the_starting_adapter_of_its_run(run, write_recipe, make_
         train.main(resume)
 
 
-def test_chat_template_kwargs_reach_rollout_and_length_filter(run, write_recipe, monkeypatch):
+def test_chat_template_kwargs_reach_rollout_and_length_filter(train_main, write_recipe, monkeypatch):
     """Check with prompts of 8 to 12 characters, one token each, and a template that adds four on request."""
     from qerl_recipes.rollout.engine import VLLMRollouts
     from qerl_recipes.tasks.running_sum import tokenizer
@@ -238,7 +222,7 @@ def test_chat_template_kwargs_reach_rollout_and_length_filter(run, write_recipe,
     monkeypatch.setattr(VLLMRollouts, "generate", watch)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if pad %}0000{% endif %}"
     options = {"chat_template": template, "chat_template_kwargs": {"pad": True}, "max_prompt_length": 12}
-    run("--config", write_recipe(**options, dataset_size=32), "--max_steps", "1")
+    train_main("--config", write_recipe(**options, dataset_size=32), "--max_steps", "1")
     assert len(asked) == 8 and all(text.endswith("=0000") and len(text) == 12 for text in asked)
 
 
@@ -281,7 +265,7 @@ def test_a_template_is_read_from_its_file_and_checked(write_recipe, monkeypatch,
         train.main(["--config", write_recipe(), "--chat_template", str(file)])
 
 
-def test_an_adapter_of_another_base_is_refused(run, write_recipe, monkeypatch, tmp_path):
+def test_an_adapter_of_another_base_is_refused(train_main, write_recipe, monkeypatch, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}')
@@ -289,29 +273,29 @@ def test_an_adapter_of_another_base_is_refused(run, write_recipe, monkeypatch, t
     (folder / "qerl_state.json").write_text(json.dumps({"base": "/models/other", "base_hash": "0" * 64}))
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(CheckpointMismatch, match="trained on another base \\(/models/other\\)"):
-        run("--config", write_recipe(), "--adapter_name_or_path", str(folder))
+        train_main("--config", write_recipe(), "--adapter_name_or_path", str(folder))
 
 
-def test_what_a_mixture_of_experts_cannot_have_is_refused(run, write_recipe, make_bf16, monkeypatch):
+def test_what_a_mixture_of_experts_cannot_have_is_refused(train_main, write_recipe, make_bf16, monkeypatch):
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     flags = ("--config", write_recipe(model_name_or_path=str(make_bf16("qwen3_moe"))))
     attention = ("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj")
     with pytest.raises(ValueError, match=r"lora_target_modules: all-linear means the experts .*use .q_proj, k_proj"):
-        run(*flags)
+        train_main(*flags)
     with pytest.raises(ValueError, match=r"qerl_nvfp4: experts of a BF16 checkpoint .*qerl quantize"):
-        run(*flags, *attention)
+        train_main(*flags, *attention)
     with pytest.raises(ValueError, match="nf4 leaves experts in BF16"):
-        run(*flags, *attention, "--quantization", "nf4")
+        train_main(*flags, *attention, "--quantization", "nf4")
     with pytest.raises(ValueError, match=r"router_aux_loss_coef.*routers are frozen"):
-        run(*flags, *attention, "--router_aux_loss_coef", "0.001")
+        train_main(*flags, *attention, "--router_aux_loss_coef", "0.001")
 
 
-def test_a_downloaded_model_that_does_not_fit_is_refused(run, write_recipe, make_bf16, monkeypatch):
+def test_a_downloaded_model_that_does_not_fit_is_refused(train_main, write_recipe, make_bf16, monkeypatch):
     """Check a model that is unknown while the recipe is checked; it comes from a folder instead of the hub."""
     monkeypatch.setattr(base_model, "local_folder", lambda *arguments: make_bf16("qwen2"))
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match="vllm_max_model_length is 999, but somebody/model has 256 positions"):
-        run("--config", write_recipe(model_name_or_path="somebody/model", vllm_max_model_length=999))
+        train_main("--config", write_recipe(model_name_or_path="somebody/model", vllm_max_model_length=999))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -324,8 +308,8 @@ def test_a_run_without_a_gpu_says_that_it_is_on_the_cpu(write_recipe, monkeypatc
     assert "torch sees no CUDA GPU: this runs on the CPU" in capsys.readouterr().err
 
 
-def test_a_recipe_in_float16_ends_in_an_adapter_that_says_so(write_recipe, run, tmp_path):
-    run("--config", write_recipe(dtype="float16", fp16=True, max_steps=1))
+def test_a_recipe_in_float16_ends_in_an_adapter_that_says_so(write_recipe, train_main, tmp_path):
+    train_main("--config", write_recipe(dtype="float16", fp16=True, max_steps=1))
     (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert 0 < row["logp_diff_mean"] < 4e-3  # it is 0.01 to 0.02 in bfloat16
     state = json.loads((tmp_path / "run/adapter/qerl_state.json").read_text())
