@@ -46,14 +46,6 @@ def test_backward_is_the_gradient_of_the_dense_layer(rows):
     assert torch.equal(x.grad, linear_backward(dy, codes, block_scales, row_scale))
 
 
-def test_only_the_packed_weight_is_kept_for_the_backward():
-    x, codes, block_scales, row_scale, _ = example(2, True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        linear(x.requires_grad_(), codes, block_scales, row_scale)
-    assert sum(t.nbytes for t in kept) == codes.nbytes + block_scales.nbytes + row_scale.nbytes
-
-
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_operators_pass_torch_library_checks(bias):
     x, codes, block_scales, row_scale, b = example(3, True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qerl_kernels.nvfp4 import dequantize, divisor_from_amax, pack, quantize, round_to_codes, unpack
+from qerl_kernels.nvfp4 import dequantize, pack, quantize, round_to_codes, unpack
 from qerl_kernels.scale_search import quantize_mse
 
 
@@ -94,17 +94,6 @@ def test_extreme_magnitudes_give_finite_numbers(amax):
     if amax >= 1.0:
         assert restored[0, 3] == pytest.approx(amax, rel=0.05)
     assert (restored[1] == 0).all() and (weight.block_scales.float()[1] == 0.125).all()
-
-
-def test_one_divisor_for_fused_weights():
-    parts = [torch.full((1, 16), 3.0).bfloat16(), torch.full((1, 16), 0.5).bfloat16()]
-    divisor = divisor_from_amax(torch.stack([p.abs().amax() for p in parts]).amax())
-    assert divisor == 896
-    for part in parts:
-        weight = quantize(part, divisor)
-        restored = dequantize(weight.codes, weight.block_scales).float() / divisor
-        assert weight.divisor == divisor
-        torch.testing.assert_close(restored, part.float(), rtol=1 / 16, atol=0)  # half a step of E4M3
 
 
 def test_columns_that_are_no_multiple_of_16_are_refused():

@@ -308,6 +308,12 @@ def folder(make_nvfp4: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
+def checkpoint_norms(weights_of: Callable[[Path], dict[str, torch.Tensor]], folder: Path) -> dict[str, torch.Tensor]:
+    """Return the norms of ``folder`` in fp32."""
+    return {name: w.float() for name, w in weights_of(folder).items() if "norm" in name}
+
+
+@pytest.fixture(scope="module")
 def hf(reference: Callable[[Path], torch.nn.Module], folder: Path) -> torch.nn.Module:
     """Return the Hugging Face reference of ``folder``."""
     return reference(folder)

@@ -28,11 +28,6 @@ def engine(boot, folder):
     return boot(folder, dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def checkpoint_norms(weights_of, folder):
-    return {name: w.float() for name, w in weights_of(folder).items() if "norm" in name}
-
-
 def norms(engine, measure) -> dict[str, torch.Tensor]:
     return {
         f"{name}.weight": layer.weight.data.clone()

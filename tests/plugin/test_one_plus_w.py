@@ -25,11 +25,6 @@ def engine(boot, folder):
     return boot(folder)  # in BF16 a weight near 1 moves in steps of 2^-7
 
 
-@pytest.fixture(scope="module")
-def checkpoint_norms(weights_of, folder):
-    return {name: w.float() for name, w in weights_of(folder).items() if "norm" in name}
-
-
 @pytest.fixture
 def policy(engine):
     policy = Policy(engine)

@@ -34,15 +34,6 @@ def test_promise_02_packed_experts_equal_dequantized_reference(engine, make_nvfp
     assert measure.difference(served, measure.hf(reference(make_bf16("qwen3_moe")))) > 100 * TOLERANCE
 
 
-def test_noise_reaches_the_norms_of_a_mixture_of_experts(engine, measure):
-    policy = Policy(engine)
-    clean = measure.engine(engine)
-    assert policy.set_noise(0.1, seed=1, rollout=1).noisy_norms == 4
-    assert measure.difference(measure.engine(engine), clean) > 100 * TOLERANCE
-    policy.clear_noise()
-    assert measure.difference(measure.engine(engine), clean) == 0
-
-
 def test_experts_of_a_bf16_checkpoint_are_refused(boot, make_bf16):
     with pytest.raises(ValueError, match=r"experts of a BF16 checkpoint .*qerl quantize"):
         boot(make_bf16("qwen3_moe"))

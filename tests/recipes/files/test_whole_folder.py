@@ -39,16 +39,6 @@ def test_two_writers_of_one_folder_do_not_meet(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").read_text() == "1"
 
 
-def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
-    dead = tmp_path / ".out.partial-00000000"
-    dead.mkdir()
-    (dead / "half").write_text("x")
-    with whole_folder(tmp_path / "out") as partial:
-        assert not dead.exists()
-        (partial / "config.json").write_text("1")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_without_an_exchange_of_names_two_renames_do_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with whole_folder(tmp_path / "out") as partial:
         (partial / "config.json").write_text("old")

@@ -180,10 +180,8 @@ def tags(completions, **columns):
     [
         ({}, 2),  # no right answer, however the tags differ
         ({"dynamic_sampling_metric": "tags"}, 0),
-        ({"dynamic_sampling_metric": "total"}, 0),
-        ({"dynamic_sampling_metric": "total", "reward_weights": [1.0, 0.0]}, 2),
     ],
-    ids=["accuracy", "tags", "total", "total without tags"],
+    ids=["accuracy", "tags"],
 )
 def test_a_group_is_replaced_by_the_reward_that_the_recipe_names(
     settings, dropped, make_trainer, make_nvfp4, read_metrics
