@@ -26,6 +26,7 @@ from layers import Layer, all_layers
 from qerl_kernels import gemm, linear_tiles, rule, tiles
 from qerl_kernels.adapter import Adapter, Shrink, padded, spans
 from qerl_kernels.conditions import conditions
+from qerl_kernels.cost import Machine
 from timing import copies, interleaved
 
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
@@ -63,6 +64,20 @@ def fits_in_stages(c: gemm.Configuration) -> bool:
     """Return True if the sums of a cluster's blocks fit where the stages were: schedule.cuh asserts it."""
     stages = c.stages * c.depth * (c.tokens * 128 + c.tile_blocks() * tiles.TILE_BYTES)
     return c.cluster == 1 or 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups <= stages
+
+
+def could_be_fastest(
+    variants: list[gemm.Configuration], N: int, K: int, M: int, machine: Machine
+) -> list[gemm.Configuration]:
+    """Return the ways to run each variant, without those of narrow tiles for many tokens and of too many clusters."""
+    least, ways = min(M, 48 if M <= 256 else 128), list[gemm.Configuration]()
+    for c in variants:
+        across = -(-M // c.tokens)
+        blocks = -(-N // tiles.TILE // c.tile_blocks()) * across * c.cluster
+        is_crowded = c.cluster > 1 and blocks > 3 * machine.multiprocessors
+        if c.tokens >= least and c.tokens * across <= WASTE * M and rule.fits(c, K, M) and not is_crowded:
+            ways += rule.divisions(c, N, K, M, machine)
+    return ways
 
 
 def worth_it(
@@ -162,10 +177,7 @@ class Sweep:
         if self.guided:
             tried = worth_it(self.variants, self.draw, layer.N, layer.K, M)
         else:
-            fitting = [
-                c for c in self.variants if rule.fits(c, layer.K, M) and c.tokens * -(-M // c.tokens) <= WASTE * M
-            ]
-            tried = [d for c in fitting for d in rule.divisions(c, layer.N, layer.K, M, rule.machine_of(0))]
+            tried = could_be_fastest(self.variants, layer.N, layer.K, M, rule.machine_of(0))
             tried = self.draw.sample(tried, min(at_most, len(tried)))
         calls = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense]}
         for c in tried:

@@ -27,9 +27,10 @@ def bench():
         patch.syspath_prepend(str(KERNELS / "bench"))
         import fit
         import layers
+        import tune
 
-        yield {"fit": fit, "layers": layers}
-        for name in ("fit", "layers"):
+        yield {"fit": fit, "layers": layers, "tune": tune}
+        for name in ("fit", "layers", "tune", "gate", "timing"):
             sys.modules.pop(name, None)
 
 
@@ -300,3 +301,16 @@ def test_where_no_variant_of_one_order_is_left_that_is_said():
     assert rule.choose(192, 512, 8, machine=there).configuration is not None
     with pytest.raises(CompileError, match="one order of sums"):
         rule.choose_fixed(192, 512, 8, 0, there)
+
+
+def test_a_sweep_without_a_rule_draws_from_what_could_be_the_fastest(bench):
+    """Hold the share of ways whose cost is near the least, for a sweep times few of them at each point."""
+    tune = bench["tune"]
+    every, near, known = tune.every_variant(), 0, 0
+    for layer, M in bench["layers"].random_points(60, 3, 8, 8192):
+        N, K, M = layer.N, layer.K, rule.rounded(M)
+        costs = {c: microseconds for microseconds, c in rule.ranked(N, K, M, H200)}
+        ways = [c for c in tune.could_be_fastest(every, N, K, M, H200) if c in costs]
+        near += sum(costs[c] < 1.3 * min(costs.values()) for c in ways)
+        known += len(ways)
+    assert near > 0.48 * known
