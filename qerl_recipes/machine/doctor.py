@@ -35,8 +35,8 @@ NEEDED_BY |= {"lighteval": "qerl evaluate", "torch": "everything", "transformers
 
 OLDEST_CAPABILITY, BF16_CAPABILITY = (7, 5), (8, 0)  # Turing, Ampere
 
-TESTED_GPUS = {"H100", "H200"}  # words of the name that the driver reports
-ON_TESTED = "tested with vLLM 0.26.0 and 0.31.0"
+# word of the name that the driver reports -> what was tested
+TESTED_GPUS = {"H100": "tested with vLLM 0.26.0", "H200": "tested with vLLM 0.26.0 and 0.31.0"}
 SAME_PATH = "same path tested on Hopper, with Marlin forced; not on this GPU"  # A100, RTX 30 to 50, DGX Spark
 UNTESTED = "not tested"
 
@@ -111,8 +111,10 @@ def add_device(report: Report) -> None:
         size = f"compute capability {capability[0]}.{capability[1]}, {memory:.0f} GB"
         report.rows.append((f"GPU {index}", name, size))
         runs_marlin = capability >= BF16_CAPABILITY and capability != HOPPER
-        tested = ON_TESTED if TESTED_GPUS & set(name.split()) else SAME_PATH if runs_marlin else UNTESTED
-        report.rows.append(("", "", tested))
+        otherwise = SAME_PATH if runs_marlin else UNTESTED
+        report.rows.append(
+            ("", "", next((TESTED_GPUS[word] for word in name.split() if word in TESTED_GPUS), otherwise))
+        )
         if capability < OLDEST_CAPABILITY:
             report.problems.append(
                 f"GPU {index} ({name}) has compute capability {capability[0]}.{capability[1]}; Marlin FP4 needs "

@@ -65,7 +65,8 @@ def test_the_variable_by_which_vllm_has_no_graphs_is_named(monkeypatch: pytest.M
         ("NVIDIA GB10", (12, 1), doctor.SAME_PATH),
         ("Tesla T4", (7, 5), doctor.UNTESTED),
         ("NVIDIA GH200 480GB", (9, 0), doctor.UNTESTED),
-        ("NVIDIA H100 80GB HBM3", (9, 0), doctor.ON_TESTED),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "tested with vLLM 0.26.0"),
+        ("NVIDIA H200", (9, 0), "tested with vLLM 0.26.0 and 0.31.0"),
     ],
 )
 def test_what_was_tested_on_a_gpu_of_this_kind(
