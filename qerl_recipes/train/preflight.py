@@ -20,6 +20,7 @@ from trl import get_peft_config
 
 from qerl_recipes.files import base_model, run_state
 from qerl_recipes.files.adapter import CONFIG, NORMS, AdapterFolder, open_adapter
+from qerl_recipes.files.metrics_file import FILE, read_metrics
 from qerl_recipes.files.run_state import CheckpointMismatch, Run, recorded
 from qerl_recipes.hooks import Reward, collect, unknown_names
 from qerl_recipes.machine.gpu import Gpu
@@ -145,12 +146,13 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
 
     ``recipe`` is what ``run_state.recorded`` returned. Raises CheckpointMismatch for a folder that is not whole, is of
     another recipe, or ended in the middle of a rollout. It is also raised where a new run would mix its files with
-    those of an earlier one.
+    those of an earlier one. Raises ValueError for a damaged line of metrics.jsonl, which the run would cut back.
     """
     if (folder := run_state.starting_point(training.output_dir, training.resume_from_checkpoint)) is None:
         return None
     state, served = run_state.read_state(folder), checks.steps_per_rollout(training)
     run_state.check_recipe(state, recipe, folder)
+    read_metrics(Path(training.output_dir) / FILE)
     reached = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
     is_finished = reached.epoch is not None and reached.epoch > training.num_train_epochs - 1e-6
     if training.max_steps > 0:

@@ -49,6 +49,10 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
         resume_point(trainer.args, {})
     trainer.args.resume_from_checkpoint = run / "checkpoint-2"
     assert resume_point(trainer.args, {}).folder == run / "checkpoint-2"
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "rew\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 4 is no JSON"):
+        resume_point(trainer.args, {})
 
 
 def test_the_card_of_a_push_names_what_a_reader_of_the_hub_can_serve(make_trainer, make_nvfp4):
