@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import importlib
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import json
 import os
 import runpy
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import straw
 
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare, runs_on_cuda
@@ -104,17 +103,6 @@ def light_engines() -> Iterator[None]:
         yield
 
 
-class Straw(types.ModuleType):
-    """Stand in for a package; its attributes are classes that nobody calls."""
-
-    __path__ = ()
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
 @pytest.fixture(autouse=True)
 def default_dtype() -> Iterator[None]:
     """Restore torch's default dtype after each test.
@@ -133,11 +121,8 @@ def torchvision() -> Iterator[None]:
     import vllm.entrypoints.llm  # noqa: F401  by now transformers has looked for the real torchvision
 
     with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("torchvision") is None:
-            for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional", ".io"):
-                module = Straw(f"torchvision{name}")
-                module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-                patch.setitem(sys.modules, module.__name__, module)
+        for name, module in straw.modules().items():
+            patch.setitem(sys.modules, name, module)
         yield
 
 

@@ -425,29 +425,13 @@ def test_two_ranks_serve_a_family_as_one_does(family, carriers, one_and_two, mea
     assert measure.difference(found["removed"], alone["base"]) < TOLERANCE
 
 
-# vLLM imports torchvision for the vision half of Qwen3.5. This does what the fixture of that name does, here and, by
-# fork, in the workers. transformers must have looked for the real torchvision before.
+# does what the fixture ``torchvision`` does, here and, by fork, in the workers
 STRAW = """
-import importlib.machinery, importlib.util, sys, types
-import transformers.utils
+import sys
+import straw, transformers.utils
 
-transformers.utils.is_torchvision_available()
-
-
-class Straw(types.ModuleType):
-    __path__ = ()
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-if importlib.util.find_spec("torchvision") is None:
-    for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional", ".io"):
-        module = Straw(f"torchvision{part}")
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-        sys.modules[module.__name__] = module
+transformers.utils.is_torchvision_available()  # looks for the real torchvision
+sys.modules.update(straw.modules())
 """
 # sizes that two ranks can share
 HYBRID = {"num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}

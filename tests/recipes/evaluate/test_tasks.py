@@ -47,6 +47,7 @@ def test_running_sum_is_judged_on_the_whole_completion(evaluation_tasks: Any) ->
         ("1/2", "so the answer is $\\boxed{0.5}$", 1.0),
         ("1/2", "so the answer is $\\boxed{0.6}$", 0.0),
         ("9", "<think>\n3+6=9\n</think>\n<answer>9</answer>", 1.0),
+        ("\\sqrt{2}", "<answer>\\sqrt{2}</answer>", 1.0),
         ("9", "<answer>\nThe answer is $9$.\n</answer>", 1.0),
         ("9", "<think>so $\\boxed{9}$</think><answer>8</answer>", 0.0),
         ("9", "<answer>9</answer> no, <answer>8</answer>", 0.0),
