@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import digit_rewards
 import pytest
@@ -298,3 +299,20 @@ def test_save_steps_in_the_middle_of_a_rollout_are_refused(make_trainer, make_nv
     trainer = make_trainer(make_nvfp4("qwen2"), save_strategy="steps", save_steps=1, **settings)
     with pytest.raises(ValueError, match="middle of a rollout"):
         trainer.train()
+
+
+@pytest.mark.parametrize(("told", "others"), [(False, 0), (True, 0), (False, 1)], ids=["nobody", "this", "another"])
+def test_a_sigterm_to_one_process_stops_all_after_the_same_step(told, others):
+    """Stand in for two processes: one that is not told would wait for the other's next step for ever."""
+    callbacks = []
+    both = SimpleNamespace(num_processes=2, device="cpu", gather=lambda own: torch.cat([own, torch.tensor([others])]))
+    trainer = SimpleNamespace(accelerator=both, add_callback=callbacks.append, steps_per_rollout=2)
+    control = SimpleNamespace(should_training_stop=False, should_save=False)
+    before = signal.getsignal(signal.SIGTERM)
+    with train._stops_on_sigterm(trainer) as is_stopped:
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a second one ends the process at once"
+        callbacks[0].on_step_end(None, SimpleNamespace(global_step=4), control)
+        assert is_stopped() == control.should_training_stop == control.should_save == (told or others == 1)
+    assert signal.getsignal(signal.SIGTERM) == before
