@@ -211,12 +211,16 @@ def engine_on_marlin(boot, measure):
 
     def start(folder):
         engine = boot(folder)
-        for module in measure.model(engine).modules():
-            if hasattr(module, "qerl_prefix"):
-                module.quant_method.layout = layouts.Marlin().prepare(module)
+        lay_out_for_marlin(measure.model(engine))
         return engine
 
     return start
+
+
+def lay_out_for_marlin(model):
+    for module in model.modules():
+        if hasattr(module, "qerl_prefix"):
+            module.quant_method.layout = layouts.Marlin().prepare(module)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one scale", "own scales"])
@@ -237,12 +241,14 @@ def test_an_engine_on_marlin_lends_every_linear_in_place(shared, make_bf16, writ
             assert spans(frozen.bias) in theirs and torch.equal(frozen.bias, stored[f"{name}.bias"]), name
 
 
-def test_a_compiled_model_is_kept_by_its_layouts(make_bf16, write_packed, engine_on_marlin, measure):
+def test_a_compiled_model_is_kept_by_its_layouts(make_bf16, write_packed, boot, measure):
     """Check vLLM's hash of the config: a compiled model of other layouts would look for tensors that are not there."""
     folder = write_packed(make_bf16("qwen2", intermediate_size=128), shared=False)
-    engine = engine_on_marlin(folder)
+    engine = boot(folder)
     config, model = engine.llm_engine.vllm_config, measure.model(engine)
     canonical = config.additional_config.pop("qerl_layouts")
+    assert canonical == layouts.digest(model)
+    lay_out_for_marlin(model)
     digests, hashes = {canonical, layouts.digest(model)}, {config.compute_hash()}
     assert len(digests) == 2
     next(layer for layer in model.modules() if hasattr(layer, "marlin_parts")).marlin_parts.append(torch.nn.Module())
