@@ -14,7 +14,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -49,8 +49,8 @@ FEW, MANY = (1, 256), (257, 8192)
 HUMMING = 12
 
 
-def time_layer(layer: Layer, tokens: Sequence[int], names: list[str], adapted: bool) -> list[dict]:
-    """Time one layer at each number of tokens, and return the rows; raise AssertionError where ours is wrong.
+def time_layer(layer: Layer, tokens: Sequence[int], names: list[str], adapted: bool) -> Iterator[dict]:
+    """Time one layer at each number of tokens, and yield the rows; raise AssertionError where ours is wrong.
 
     Copies of one weight take turns, so many that no cache holds them. ``names`` are the baselines beside cuBLAS.
     """
@@ -91,7 +91,6 @@ def time_layer(layer: Layer, tokens: Sequence[int], names: list[str], adapted: b
         except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
             left_out[name] = f"{type(error).__name__}: {error}"[:200]
     del dense
-    rows = []
     for M in tokens:
         for name, (ours, limit) in right.items():
             gate.agree(products[name][0](x[:M])[:64], ours[:M], name, limit)
@@ -101,8 +100,7 @@ def time_layer(layer: Layer, tokens: Sequence[int], names: list[str], adapted: b
         chosen = {"chosen": rule.choose(N, K, M)} | ({"chosen_adapter": rule.choose(N, K, M, R)} if adapted else {})
         row |= {name: described(choice) for name, choice in chosen.items()}
         row |= {"predicted": [round(choice.microseconds, 1) for choice in chosen.values()]}
-        rows.append(row | ({"left_out": left_out} if left_out else {}))
-    return rows
+        yield row | ({"left_out": left_out} if left_out else {})
 
 
 def described(choice: rule.Choice) -> str:
@@ -154,7 +152,8 @@ def main() -> None:
     rows, failed = list[dict](), list[str]()
     for layer, tokens, names in work:
         try:
-            rows += time_layer(layer, tokens, names, options.random is not None)
+            for row in time_layer(layer, tokens, names, options.random is not None):
+                rows.append(row)  # one by one: what came before a wrong answer stays
         except (AssertionError, RuntimeError) as error:
             failed.append(
                 f"{layer.name} ({layer.N}, {layer.K}), {tokens} tokens: {type(error).__name__}: {error}"[:300]
