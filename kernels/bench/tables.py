@@ -68,9 +68,15 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def once(rows: list[list[str]]) -> list[list[str]]:
-    """Return the rows with an empty first cell where it is that of the row above and both are of one file."""
+    """Return the rows with an empty first cell where it is that of the row above; it names a file, see ``of_file``."""
     pairs = zip([[""], *rows[:-1]], rows, strict=True)
-    return [["" if (row[0], row[-1]) == (up[0], up[-1]) else row[0], *row[1:]] for up, row in pairs]
+    return [["" if row[0] == up[0] else row[0], *row[1:]] for up, row in pairs]
+
+
+def of_file(said: str, name: str) -> str:
+    """Return a row's first cell, which links to the figures' file and names its hardware where that is no H200."""
+    hardware = name.rpartition("_")[2]
+    return f"[{said}{f', {hardware}' * (hardware != 'H200')}]({name}.json)"
 
 
 def configuration(arm: str) -> str:
@@ -119,8 +125,8 @@ def rollouts(files: Files) -> str:
                 ratio = f" ({rate / other:.2f}x)" if rate and other and of_arm is not first else ""
                 cells.append(f"{rate:,.0f}{ratio}" if rate else "")
             said = configuration(arm) + (f" ({of_arm['commit']})" if "commit" in of_arm else "")
-            rows.append([f"{model(result)}, {listed(tokens)}", said, *cells, f"`{name}.json`"])
-    return table(" | ".join(["model, tokens in + out", "configuration", *sizes, "file"]), once(rows))
+            rows.append([of_file(f"{model(result)}, {listed(tokens)}", name), said, *cells])
+    return table(" | ".join(["model, tokens in + out", "configuration", *sizes]), once(rows))
 
 
 def shown(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -164,27 +170,21 @@ def unequal_rollouts(files: Files) -> str:
     for name, result in of_kind(files, "rollout"):
         if "lengths" not in result:
             continue
-        arms, drawn = result["arms"], result["lengths"]["batch"]
+        arms = result["arms"]
         first = next(iter(arms.values()))["uneven"]
         for arm, cases in ((arm, found["uneven"]) for arm, found in arms.items()):
-            shares = ((case[f"below_{few}"] for few in (16, 64)) for case in cases.values())
             rows.append(
                 [
-                    f"{model(result)}, {result['lengths']['chosen']}",
+                    of_file(f"{model(result)}, {result['lengths']['chosen']}", name),
                     configuration(arm),
                     listed(cases),
-                    listed(f"{drawn[batch]['mean']:,.0f}, {drawn[batch]['longest']:,}" for batch in cases),
                     listed(f"{median(case['seconds']):.1f}" for case in cases.values()),
                     listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
                     relative(cases, first),
-                    listed(", ".join(percent(median(share)) for share in both) for both in shares),
-                    f"`{name}.json`",
                 ]
             )
-    head = (
-        "model, lengths | configuration | sequences | tokens out: mean, longest | seconds to the last token | tokens/s"
-    )
-    return table(f"{head} | to the file's first | time with fewer than 16, 64 left | file", rows)
+    head = "model, lengths | configuration | sequences | seconds to the last token | tokens/s | to the file's first"
+    return table(head, once(rows))
 
 
 def by_rank(files: Files) -> str:
@@ -205,18 +205,17 @@ def by_rank(files: Files) -> str:
         published = PUBLISHED.get(shape, {}).get(kind, {}).get(rank)
         rows.append(
             [
-                f"{shape}, {case['input']} + {case['output']}",
+                of_file(f"{shape}, {case['input']} + {case['output']}", name),
                 configuration(kind),
                 "-" if rank is None else str(rank),
                 listed(cases),
                 listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
                 relative(cases, bf16),
                 "-" if published is None else f"{published:g}",
-                f"`{name}.json`",
             ]
         )
     head = "model, tokens in + out | configuration | rank | sequences | tokens/s | to BF16 LoRA of that rank"
-    return table(f"{head} | the article's, one sequence | file", rows)
+    return table(f"{head} | the article's, one sequence", once(rows))
 
 
 def relative(cases: dict[str, Any], first: dict[str, Any]) -> str:
@@ -240,18 +239,17 @@ def steps(files: Files) -> str:
             difference = found.get("logp_diff_mean", found.get("logp_mismatch_mean"))  # older files: the second
             rows.append(
                 [
-                    f"{model(result)}, {shape}{limit}",
+                    of_file(f"{model(result)}, {shape}{limit}", name),
                     configuration(arm),
                     f"**{seconds['step']:.2f}**",
                     *(f"{seconds[part]:.2f}" for part in ("rollout", "training")),
                     f"{found['peak_gb']['process']:.1f}" + (f" ({planned / 1e9:.1f})" if planned else ""),
                     "all" if blocks is None else str(blocks),
                     f"{difference:.4f}",
-                    f"`{name}.json`",
                 ]
             )
     head = "model, prompts x completions, tokens in + out | configuration | step, s | rollout, s | training, s"
-    return table(f"{head} | peak GB (planned) | recomputed blocks | log-prob difference | file", once(rows))
+    return table(f"{head} | peak GB (planned) | recomputed blocks | log-prob difference", once(rows))
 
 
 def swaps(files: Files) -> str:
@@ -263,14 +261,13 @@ def swaps(files: Files) -> str:
             digits = 1 if median_ < 20 else 0
             rows.append(
                 [
-                    f"{model(result)}, {found['bytes'] / 1e6:.0f} MB",
+                    of_file(f"{model(result)}, {found['bytes'] / 1e6:.0f} MB", name),
                     WAYS[way],
                     f"**{median_:.{digits}f}** ({least:.{digits}f}-{most:.{digits}f})",
                     f"{1e3 * found['noise']['median']:.1f}",
-                    f"`{name}.json`",
                 ]
             )
-    return table("model, adapter | from, way | swap, ms (least-most) | noise, ms | file", once(rows))
+    return table("model, adapter | from, way | swap, ms (least-most) | noise, ms", once(rows))
 
 
 def soaks(files: Files) -> str:
@@ -283,7 +280,7 @@ def soaks(files: Files) -> str:
         shape = on_gpus(result["model"].rpartition(" ")[2], result)
         rows.append(
             [
-                f"{shape}, {result['streams']} streams, {result['dtype']}",
+                of_file(f"{shape}, {result['streams']} streams, {result['dtype']}", name),
                 f"{result['answers']:,}, {result['changes']}",
                 f"{len(result['lost'])}, {len(result['wrong'])}",
                 f"{judged['one policy']:,}, {judged['several policies']:,}",
@@ -291,11 +288,10 @@ def soaks(files: Files) -> str:
                 f"{controls['told apart']:,} of {controls['judged']:,}",
                 f"{rates['without swaps']:,.0f} / {rates['with swaps']:,.0f}",
                 *(f"{slowest[kind]['p50']:.2f}, {slowest[kind]['p99']:.2f}" for kind in sorted(slowest)),
-                f"`{name}.json`",
             ]
         )
     head = "server | answers, changes | lost, wrong | judged under one, several | log-prob difference (allowed)"
-    more = "wrong under another policy | tokens/s without / with swaps | abort | keep | noise | wait | file"
+    more = "wrong under another policy | tokens/s without / with swaps | abort | keep | noise | wait"
     return table(f"{head} | {more}", rows)
 
 
@@ -337,11 +333,11 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def layers(result: dict[str, Any]) -> str:
     """Return speed relative to cuBLAS BF16, and in brackets to the best baseline where that is another kernel.
 
-    Of layers of one shape the first stands for all; the file has more numbers of tokens.
+    Of layers of one shape the first stands for all. The file also has 14B, and more numbers of tokens.
     """
     tokens = (1, 8, 64, 256, 1024, 8192)
     lines: dict[str, list[str]] = {}
-    for shape, rows in by_shape(result["rows"]).items():
+    for shape, rows in by_shape([row for row in result["rows"] if not row["shape"].startswith("14B")]).items():
         cells = []
         for us in (row["us"] for row in rows if row["M"] in tokens):
             to_bf16 = us["bf16"] / us["qerl"]
