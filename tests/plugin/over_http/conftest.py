@@ -1,5 +1,6 @@
 """Provide one real server with a policy, its clients, and the expected answers of an engine in this process."""
 
+import contextlib
 import json
 
 import pytest
@@ -30,10 +31,22 @@ def adapters(hf, make_adapter, tmp_path_factory):
 
 
 @pytest.fixture(scope="package")
-def server(start_server):
-    """Return the address, log and process of a server that was started with the adapter ``start``."""
-    with start_server() as running:
-        yield running.url, running.log, running.process
+def started_servers():
+    """Hold the servers that modules share until the package's end; the newest is the last."""
+    with contextlib.ExitStack() as held:
+        yield held, []
+
+
+@pytest.fixture(scope="module")
+def server(started_servers, start_server):
+    """Return the address, log and process of a server that was started with the adapter ``start``.
+
+    Modules share it. One that follows test_when_it_dies.py gets another, for it killed the one before.
+    """
+    held, servers = started_servers
+    if not servers or servers[-1].process.poll() is not None:
+        servers.append(held.enter_context(start_server()))
+    return servers[-1].url, servers[-1].log, servers[-1].process
 
 
 @pytest.fixture(scope="package")
@@ -74,12 +87,12 @@ def start_server(make_nvfp4, adapters, hold_port, tmp_path_factory):
     return start
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def policy(server):
     return PolicyClient(server[0], TOKEN, API_KEY)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def questions(server):
     import openai
 
