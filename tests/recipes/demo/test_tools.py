@@ -19,14 +19,14 @@ FEW = ("--per_device_train_batch_size", "16", "--num_generations", "4")
 
 
 @pytest.fixture
-def trained(tmp_path, monkeypatch, read_metrics):
+def trained(tmp_path, monkeypatch, read_metrics, train_main):
     """Return trained(name, steps), which trains a recipe and returns the lines of its metrics."""
 
     def train(name, steps, *changes):
         monkeypatch.chdir(RECIPES.parent)
         flags = ["--output_dir", str(tmp_path), "--max_steps", str(steps), "--disable_tqdm", "true"]
         flags += ["--save_strategy", "no", *changes]
-        run.main(["--config", str(RECIPES / "demo" / "tools" / f"{name}.yaml"), *flags])
+        train_main("--config", str(RECIPES / "demo" / "tools" / f"{name}.yaml"), *flags)
         return read_metrics(tmp_path)
 
     return train
