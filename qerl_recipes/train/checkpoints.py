@@ -72,7 +72,7 @@ class SavingTrainer(GRPOTrainer):
         if self.is_world_process_zero():
             if resume is not None:
                 self._leave_later(step)
-            self.metrics_file.restart(step)
+            self.metrics_file.restart(() if resume is None else resume.metrics)
         if resume is not None and resume.is_finished:
             self._load_from_checkpoint(str(resume.folder))
             self.state = TrainerState.load_from_json(str(resume.folder / TRAINER_STATE_NAME))

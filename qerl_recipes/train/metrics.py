@@ -31,7 +31,7 @@ share of calls that failed, ``episodes_cut`` that of episodes whose tokens ran o
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ import torch
 from tqdm import tqdm
 from transformers.trainer_callback import ProgressCallback
 
-from qerl_recipes.files.metrics_file import EVALUATION, FILE, read_metrics
+from qerl_recipes.files.metrics_file import EVALUATION, FILE
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import loss
@@ -260,15 +260,14 @@ def warn_if_noise_ends_early(schedule: Callable[..., float], rollouts: int, args
 
 
 class MetricsFile:
-    """Write the file ``metrics.jsonl`` in ``folder``; a resumed run first cuts off the steps that it will repeat."""
+    """Write the file ``metrics.jsonl`` in ``folder``."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / FILE
 
-    def restart(self, step: int) -> None:
-        """Keep the lines of steps up to ``step`` (0: none), under today's names, as far as they are whole."""
+    def restart(self, kept: Iterable[Mapping[str, object]] = ()) -> None:
+        """Begin the file anew with the lines that a resumed run has kept; a new run has none."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_metrics(self.path) if record["step"] <= step] if step else []
         write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
 
     def append(self, record: Mapping[str, object]) -> None:

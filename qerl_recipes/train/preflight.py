@@ -134,11 +134,15 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
 
 
 class ResumePoint(NamedTuple):
-    """Hold the checkpoint that a run goes on from, and its state; ``is_finished`` means it is of the last step."""
+    """Hold the checkpoint that a run goes on from, and its state; ``is_finished`` means it is of the last step.
+
+    ``metrics`` are the lines of metrics.jsonl up to the checkpoint's step, under today's names.
+    """
 
     folder: Path
     state: run_state.State
     is_finished: bool
+    metrics: list[dict[str, Any]]
 
 
 def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint | None:
@@ -152,7 +156,7 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
         return None
     state, served = run_state.read_state(folder), checks.steps_per_rollout(training)
     run_state.check_recipe(state, recipe, folder)
-    read_metrics(Path(training.output_dir) / FILE)
+    metrics = [line for line in read_metrics(Path(training.output_dir) / FILE) if line["step"] <= state.step]
     reached = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
     is_finished = reached.epoch is not None and reached.epoch > training.num_train_epochs - 1e-6
     if training.max_steps > 0:
@@ -162,7 +166,7 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
             f"{folder} is of a run that ended in the middle of a rollout, each of which serves {served} steps, and "
             f"cannot be made longer from there; resume from an earlier checkpoint. {run_state.ANOTHER_RUN}"
         )
-    return ResumePoint(folder, state, is_finished)
+    return ResumePoint(folder, state, is_finished, metrics)
 
 
 def has_ended(checked: Checked, resume: ResumePoint) -> bool:

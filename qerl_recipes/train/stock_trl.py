@@ -115,7 +115,7 @@ def _trainer(run: "Preflight", all_weights: bool) -> "trl.GRPOTrainer":
     from qerl_recipes.train.metrics import MetricsFile, named
 
     file = MetricsFile(run.training.output_dir)
-    file.restart(0)
+    file.restart()
 
     class Record(TrainerCallback):
         """Write a line of metrics.jsonl for each step."""

@@ -48,9 +48,12 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
     with pytest.raises(CheckpointMismatch, match="checkpoint-3 is of a run that ended in the middle of a rollout"):
         resume_point(trainer.args, {})
     trainer.args.resume_from_checkpoint = run / "checkpoint-2"
-    assert resume_point(trainer.args, {}).folder == run / "checkpoint-2"
     with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 3, "rew\n')
+        metrics.write('{"step": 4, "rew')
+    point = resume_point(trainer.args, {})
+    assert point.folder == run / "checkpoint-2" and [line["step"] for line in point.metrics] == [1, 2]
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write("\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 4 is no JSON"):
         resume_point(trainer.args, {})
 

@@ -313,13 +313,12 @@ def test_completions_all_cut_off_and_masked_are_said(make_trainer, make_nvfp4, r
         assert not {"entropy", "kl", "logp_diff_mean"} & step.keys()
 
 
-def test_lines_of_repeated_steps_and_torn_ones_are_dropped(tmp_path):
+def test_a_file_begins_with_the_lines_that_are_kept(tmp_path):
     file = metrics.MetricsFile(tmp_path)
-    file.restart(0)
+    file.restart()
     for step in (1, 2, 3):
         file.append({"step": step, "reward": NAN})
     with open(file.path, "a") as torn:
         torn.write('{"step": 4, "rew')
-    file.restart(2)
-    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-    assert lines == [{"step": 1, "reward": None}, {"step": 2, "reward": None}]
+    file.restart([{"step": 1, "reward": None}])
+    assert file.path.read_text() == '{"step": 1, "reward": null}\n'
