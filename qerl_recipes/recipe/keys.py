@@ -41,6 +41,7 @@ RENAMED = {
     "hub_model_revision": "hub_revision",
 }
 
+NO_DROPOUT = "neither engine nor trainer drops anything, whatever a checkpoint's config.json says; remove the key"
 OF_OPEN_R1 = "it is of the rewards cf_code and ioi_code, which are not built in; remove the key"
 # keys of Open-R1 and of earlier TRLs: allowed values ask for what happens anyway; others are refused
 WITHOUT_EFFECT = {
@@ -53,6 +54,7 @@ WITHOUT_EFFECT = {
     "use_liger_loss": Refusal((False,), "Liger's loss multiplies by a BF16 weight that a 4-bit policy does not have"),
     # these keys are TRL's too, so REFUSED also has them, for a GRPOConfig built in Python
     "do_train": Refusal((True,), "qerl train always trains; remove the key, and use qerl evaluate to judge an adapter"),
+    "disable_dropout": Refusal((True,), NO_DROPOUT),
     "use_liger_kernel": Refusal((True, False), "QeRL's own kernels stand where Liger's would; remove the key"),
     "dataset_mixture": Refusal(
         (None,), "write the problems of all parts into one file, or a folder with train.jsonl and test.jsonl, and name "
@@ -135,6 +137,7 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "ref_model_mixup_alpha": (0.6,),
         "ref_model_sync_steps": (512,),
     },
+    NO_DROPOUT: {"disable_dropout": (False, True)},
     "qerl train always trains; to judge an adapter use qerl evaluate": {"do_train": (False, True)},
     "groups must stay whole; lower per_device_train_batch_size instead": {"auto_find_batch_size": (False,)},
     "a resumed run must see the prompts that the unbroken run would have seen: seed alone orders them, in data of "
@@ -176,7 +179,7 @@ REFUSED = {
 _HONOURED = {
     "weights and adapter": """
     quantization share_weights train_norms model_name_or_path model_revision adapter_name_or_path chat_template dtype
-    attn_implementation lora_r lora_alpha lora_target_modules use_rslora disable_dropout
+    attn_implementation lora_r lora_alpha lora_target_modules use_rslora
     """,
     "noise": "noise_mode sigma_start sigma_end num_stages noise_schedule noise_seed noise_targets",
     "dynamic sampling": "dynamic_sampling dynamic_sampling_metric dynamic_sampling_max_rounds",

@@ -40,6 +40,7 @@ def test_the_tables_name_only_keys_that_exist_and_each_once():
         ["--lora_modules_to_save", "input_layernorm"],
         ["--load_in_4bit", "true"],
         ["--use_dora", "true"],
+        ["--disable_dropout", "false"],
         ["--torch_compile", "true"],
         ["--save_only_model", "true"],
         ["--data_seed", "3"],
