@@ -7,6 +7,7 @@ GPU, reads it from shared memory, or receives it in the request's body.
 import functools
 import json
 import ssl
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -111,7 +112,7 @@ class _Client(ABC):
                     "end of a line, which what is read from a file has until it is stripped"
                 )
         refuse = functools.partial(PolicyRefusedError, 0, reason=UNREACHABLE)
-        self._ways = Ways(transport, TRANSPORTS, refuse, functools.partial(warnings.warn, stacklevel=4))
+        self._ways = Ways(transport, TRANSPORTS, refuse, _warn)
         self._segments = Segments(PolicyRefusedError, shared_file.create_for_server)
         self.answered: dict[str, Any] = {}
         self._timeout = timeout
@@ -284,6 +285,14 @@ class PolicyClient(_Client):
 
     async def _enter(self, block: AbstractContextManager[T], held: ExitStack) -> T:
         return held.enter_context(block)
+
+
+def _warn(text: str) -> None:
+    """Warn at the line that called into this package, however many of its functions lie between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("qerl_vllm_plugin."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 @functools.cache

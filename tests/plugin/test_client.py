@@ -8,10 +8,12 @@ import httpx
 import pytest
 import torch
 from policy_requests import done
+from safetensors.torch import save_file
 
 from qerl_vllm_plugin import client
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError
+from qerl_vllm_plugin.wire import shared_file
 
 NOBODY = "http://127.0.0.1:9"
 NO_URLS = ("127.0.0.1:8000", "", "ftp://x", "http://", "http://x/?a=1", "http://x/#a", "http://::1:1", None)
@@ -139,6 +141,30 @@ def test_noise_is_cleared_by_a_sigma_of_0_whatever_it_was(kind, monkeypatch):
     (call,) = asked
     assert (call["method"], call["url"], call["params"]) == ("PUT", "noise", {"requests": "wait"})
     assert call["json"] == {"sigma": 0.0, "seed": 0, "rollout": 0}
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("by", ["swap", "swap_folder"])
+def test_a_warning_names_the_callers_line(kind, by, monkeypatch, tmp_path):
+    save_file(NORM, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    answer = httpx.Response(200, json={"version": 1, "base_hash": None, "gpus": [], "machine": shared_file.machine()})
+
+    async def later(client, **call):
+        return answer
+
+    monkeypatch.setattr(httpx.Client, "request", lambda client, **call: answer)
+    monkeypatch.setattr(httpx.AsyncClient, "request", later)
+    monkeypatch.setattr(shared_file, "fits", lambda size: False)
+
+    async def call():
+        given = (tmp_path,) if by == "swap_folder" else (NORM, {})
+        version = getattr(kind(NOBODY, "token"), by)(*given)
+        return await version if inspect.isawaitable(version) else version
+
+    with pytest.warns(UserWarning, match="adapters travel in messages, which is slower: .* has no room") as said:
+        assert asyncio.run(call()) == 1
+    assert [warning.filename for warning in said] == [__file__]
 
 
 def test_a_client_shows_no_user_of_its_url():
