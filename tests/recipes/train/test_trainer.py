@@ -4,6 +4,7 @@ import math
 import weakref
 
 import pytest
+import scripted_rollouts
 import torch
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -87,6 +88,22 @@ def test_temperature_and_noise_keys_reach_both_sides(make_trainer, make_bf16, re
     expected = 0.2 * noise.draw(7, 3, "model.norm.weight", 64)
     assert list(noisy) == ["model.norm.weight"] and torch.equal(noisy["model.norm.weight"], expected)
     assert [record["packed_share"] for record in records] == shares  # a prompt of four completions is computed once
+
+
+def test_an_adapter_to_go_on_from_keeps_its_bits_on_4_bit_weights(
+    scripted, make_trainer, make_nvfp4, save_adapter, tmp_path
+):
+    """TRL rounds the adapter of such a base to BF16."""
+    saved = save_adapter(tmp_path / "adapter", 0)
+
+    def mark(model):
+        model.is_loaded_in_4bit = True
+
+    settings = {"rollout_engine": scripted_rollouts.NAME, "dtype": torch.float32}
+    trainer = make_trainer(make_nvfp4("qwen2"), adapter=saved, change=mark, **settings)
+    found = trainer.snapshot().tensors
+    expected = load_file(saved / "adapter_model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_snapshot_is_pefts_state_dict_without_a_copy(make_trainer, make_nvfp4, tmp_path, resume):
