@@ -301,10 +301,7 @@ class QerlConfig(QuantizationConfig):
         look = _look_for_overflow(vllm_config, has_adapter=path is not None)
 
         def when_ready(model: torch.nn.Module) -> None:
-            given = vllm_config.additional_config
-            if given is None or isinstance(given, dict):
-                # vLLM keeps a compiled model under a hash of its config, and takes it without a look at the layers
-                vllm_config.additional_config = {**(given or {}), "qerl_layouts": layouts.digest(model)}
+            engine.keep_compiled_by(layouts.digest(model), vllm_config, model)
             if look is not None:
                 look(model)
 

@@ -106,6 +106,18 @@ def api_servers(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config._api_process_count)
 
 
+def keep_compiled_by(digest: str, vllm_config: "VllmConfig", model: torch.nn.Module) -> None:
+    """Let vLLM keep what it compiles of ``model`` under ``digest`` too.
+
+    vLLM finds a compiled model by a hash of its config, and takes it without a look at the layers. A model inside
+    another, such as the language model of one that reads images, is compiled under a copy of the config.
+    """
+    inner = (getattr(module, "vllm_config", None) for module in model.modules())
+    for config in (vllm_config, *filter(None, inner)):
+        if config.additional_config is None or isinstance(config.additional_config, dict):
+            config.additional_config = {**(config.additional_config or {}), "qerl_layouts": digest}
+
+
 def model_in_this_process(llm: Any) -> torch.nn.Module | None:
     """Return the model of a ``vllm.LLM`` whose worker runs in this process, or None if it runs in another one."""
     worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)

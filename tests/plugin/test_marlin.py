@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from vllm import logger as vllm_logger
 from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
 
+from qerl_vllm_plugin.compat.engine import keep_compiled_by
 from qerl_vllm_plugin.weights import layouts
 from qerl_vllm_plugin.weights.frozen_weights import NotShareableError, frozen_weights, marlin_part
 
@@ -248,8 +249,12 @@ def test_a_compiled_model_is_kept_by_its_layouts(make_bf16, write_packed, boot, 
     config, model = engine.llm_engine.vllm_config, measure.model(engine)
     canonical = config.additional_config.pop("qerl_layouts")
     assert canonical == layouts.digest(model)
+    model.vllm_config = config.with_hf_config(config.model_config.hf_config)  # as a model inside another has its own
+    hashes = {config.compute_hash()}
+    keep_compiled_by(canonical, config, model)
+    assert {one.additional_config.pop("qerl_layouts") for one in (config, model.vllm_config)} == {canonical}
     lay_out_for_marlin(model)
-    digests, hashes = {canonical, layouts.digest(model)}, {config.compute_hash()}
+    digests = {canonical, layouts.digest(model)}
     assert len(digests) == 2
     next(layer for layer in model.modules() if hasattr(layer, "marlin_parts")).marlin_parts.append(torch.nn.Module())
     digests.add(layouts.digest(model))
