@@ -4,6 +4,8 @@ This module needs neither vLLM nor torch, so a command can check the options at 
 """
 
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from qerl_vllm_plugin.wire.timing import PATIENCE
@@ -63,6 +65,8 @@ class Options:
                 f'--additional-config: "{beside[0]}" stands beside "qerl", where nothing reads it; write '
                 f'{{"qerl": {{"{beside[0]}": ...}}}}'
             )
+        if alike := get_close_matches("qerl", [str(key) for key in others if key != "qerl"], n=1, cutoff=0.7):
+            raise ValueError(f'--additional-config: nothing reads the key {alike[0]!r}; write "qerl"')
         if unknown := sorted(set(given) - KNOWN_OPTIONS):
             raise ValueError(
                 f'--additional-config: unknown key {unknown[0]!r} under "qerl"; known: {sorted(KNOWN_OPTIONS)}'
@@ -93,6 +97,13 @@ class Options:
         weight_only, untested = switches
         ignored = tuple(ignore) if ignore is not None else None
         return cls(ignored, rank, kernel, path, folders, weight_only, untested, timeout)
+
+    def check_folders(self) -> None:
+        """Raise ValueError if ``policy_folders`` is given and is no directory."""
+        if self.policy_folders is not None and not Path(self.policy_folders).is_dir():
+            raise ValueError(
+                f'--additional-config: "qerl.policy_folders": {self.policy_folders} is no directory; make it first'
+            )
 
 
 def _adapter(given: Any) -> tuple[int, str | None]:

@@ -238,7 +238,7 @@ class QerlConfig(QuantizationConfig):
         from vllm.platforms import current_platform
 
         from qerl_vllm_plugin import norms
-        from qerl_vllm_plugin.adapter.folder import check_folder, check_modules
+        from qerl_vllm_plugin.adapter.folder import check_base, check_before_load, check_folder, check_modules
         from qerl_vllm_plugin.compat import drafts, engine, loading, lora_loading
         from qerl_vllm_plugin.compat import worker as vllm_worker
         from qerl_vllm_plugin.weights import layouts
@@ -248,6 +248,9 @@ class QerlConfig(QuantizationConfig):
         engine.check_vllm_version()
         engine.check_kv_cache(vllm_config)
         options = Options.parse(vllm_config.additional_config)
+        options.check_folders()
+        if options.adapter_path is not None:
+            check_before_load(options.adapter_path, None, options.adapter_rank)
         if (options.kernel == "batch_invariant") != envs.VLLM_BATCH_INVARIANT:
             raise ValueError(
                 "VLLM_BATCH_INVARIANT=1 is an experiment under qerl_nvfp4, asked for in two places: that variable, for "
@@ -281,6 +284,8 @@ class QerlConfig(QuantizationConfig):
 
         def inspect(folder: Path) -> None:
             report = inspect_folder(folder, weight_only=options.weight_only)
+            if options.adapter_path is not None:
+                check_base(options.adapter_path, folder)
             if self.scheme is not None and self.scheme.extras:
                 # a warning, because something is dropped and `qerl serve` shows nothing below warnings
                 logger.warning("%s", weights_taken(report, CACHE_SCALES))
@@ -295,8 +300,8 @@ class QerlConfig(QuantizationConfig):
         install = None
         if (path := options.adapter_path) is not None:
 
-            def install(model: torch.nn.Module, base: Path | None) -> None:
-                install_at_start(model, path, base)
+            def install(model: torch.nn.Module) -> None:
+                install_at_start(model, path)
 
         look = _look_for_overflow(vllm_config, has_adapter=path is not None)
 

@@ -9,6 +9,7 @@ A program that needs a server beside itself starts the same command through ``st
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -22,12 +23,15 @@ from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
 from qerl_vllm_plugin import NAME
+from qerl_vllm_plugin.adapter.folder import check_before_load
 from qerl_vllm_plugin.options import NO_WEIGHT_TRANSFER, ONE_CARRIER, Options
+from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 from qerl_vllm_plugin.weights.checkpoint import check_overrides, inspect_folder
 from qerl_vllm_plugin.weights.families import check_family
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 PORT = 8000  # vLLM's
+NO_ROUTES = "the server would have no /v1/qerl, and its policy could not be changed"
 
 
 def command(model: str, arguments: Sequence[str]) -> list[str]:
@@ -47,18 +51,23 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
     one. The same holds for a checkpoint that quantizes more than weights, unless ``arguments`` ask for weight_only.
     Raises ValueError for --weight-transfer-config, for --enable-lora beside a policy adapter, for contents of
     --additional-config and --hf-overrides that the engine refuses, and for the folder of a model family that it
-    refuses.
+    refuses. Raises ValueError also for an admin token that is unusable, or that the server would not read, and
+    AdapterError for an adapter that cannot be installed at start.
     """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
     has_slots = "enable-lora" in dict(_flags(arguments))
+    options = Options()
     for flag, text in _flags(arguments):
         if flag.partition(".")[0] == "weight-transfer-config":
             raise ValueError(NO_WEIGHT_TRANSFER)
         if flag in checks:
             with contextlib.suppress(json.JSONDecodeError):  # vLLM itself reads other forms, such as dotted keys
-                options = checks[flag](json.loads(text))
-                if isinstance(options, Options) and options.adapter_rank and has_slots:
-                    raise ValueError(ONE_CARRIER)
+                found = checks[flag](json.loads(text))
+                options = found if isinstance(found, Options) else options
+    if options.adapter_rank and has_slots:
+        raise ValueError(ONE_CARRIER)
+    options.check_folders()
+    _check_token(options)
     folder = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
     if is_path and not folder.is_dir():
@@ -73,6 +82,40 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
         if kind is not None and dict(_flags(arguments)).get("quantization", NAME) == NAME:
             check_family(str(kind), untested)
         inspect_folder(folder, weight_only=weight_only)
+    if options.adapter_path is not None:
+        check_before_load(options.adapter_path, folder if folder.is_dir() else None, options.adapter_rank)
+
+
+def _check_token(options: Options) -> None:
+    token = configured_token()
+    if token is None and options.policy_folders is not None:
+        raise ValueError(
+            f'--additional-config: "qerl.policy_folders" is given, but neither {TOKEN} nor {TOKEN_FILE} is set: '
+            f"{NO_ROUTES}. Set one, and VLLM_PLUGINS=qerl"
+        )
+    if token is not None and "qerl" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        raise ValueError(
+            f"an admin token is set, but VLLM_PLUGINS does not name qerl: {NO_ROUTES}. Set VLLM_PLUGINS=qerl, or unset "
+            f"{TOKEN} and {TOKEN_FILE}"
+        )
+
+
+def check_address(arguments: Sequence[str]) -> None:
+    """Raise ValueError if a server with those options cannot listen at its address, as where another one does."""
+    flags = dict(_flags(arguments))
+    if {"uds", "headless"} & flags.keys() or ("config" in flags and "port" not in flags):
+        return  # it listens at no port, or at one that a file names
+    host, port = flags.get("host", ""), flags.get("port", str(PORT))
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            place.bind((host, int(port)))
+        except (OSError, ValueError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "a port is a whole number from 0 to 65535"
+            raise ValueError(
+                f"the server cannot listen at {host or '0.0.0.0'}:{port}: {reason}; choose another address with "
+                "--host and --port"
+            ) from None
 
 
 def _flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -102,6 +145,7 @@ def announcement(line: Sequence[str]) -> str:
 def serve(model: str, arguments: Sequence[str]) -> None:
     """Replace this process by the server: signals reach it directly, and it stops when this process would."""
     check(model, arguments)
+    check_address(arguments)
     line = command(model, arguments)
     print(announcement(line), flush=True)
     os.execv(line[0], line)

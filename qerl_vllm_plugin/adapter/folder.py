@@ -48,15 +48,21 @@ def read(folder: str | Path) -> SavedAdapter:
     Raises AdapterError for a folder that lacks a file, holds a damaged one, or is written to during the read.
     """
     folder = Path(folder)
-    for name in (ADAPTER_FILE, CONFIG_FILE):
-        if not (folder / name).is_file():
-            raise AdapterError(f"{folder} holds no {name}; name a folder that PEFT or `qerl train` has saved")
+    _check_files(folder)
     stamps = _stamps(folder)
     tensors = _tensors(folder / ADAPTER_FILE)
     norms = _tensors(folder / NORMS_FILE) if (folder / NORMS_FILE).exists() else None
     saved = SavedAdapter(tensors, read_config(folder), norms, stamps)
     _check_stamps(folder, saved)
     return saved
+
+
+def _check_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise AdapterError(f"{folder}: there is no such folder; name one that PEFT or `qerl train` has saved")
+    for name in (ADAPTER_FILE, CONFIG_FILE):
+        if not (folder / name).is_file():
+            raise AdapterError(f"{folder} holds no {name}; name a folder that PEFT or `qerl train` has saved")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -150,6 +156,22 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise AdapterError(f"{file} holds no JSON object; save the adapter again")
     return content
+
+
+def check_before_load(folder: str | Path, base: Path | None, max_rank: int) -> None:
+    """Raise AdapterError for a folder that the policy adapter of rank ``max_rank`` cannot be installed from.
+
+    It may lack a file, be of another checkpoint than ``base`` (not checked if None), or have a config that does not
+    fit. Its tensors are not read: they are checked against the layers, once those are there.
+    """
+    folder = Path(folder)
+    _check_files(folder)
+    if base is not None:
+        check_base(folder, base)
+    try:
+        check_config(read_config(folder), max_rank)
+    except AdapterError as error:
+        raise AdapterError(f"{folder}: {error}") from error
 
 
 def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:

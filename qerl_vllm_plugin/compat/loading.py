@@ -51,7 +51,7 @@ def watch(
     vllm_config: "VllmConfig",
     inspect: Callable[[Path], None],
     when_built: Callable[[torch.nn.Module], Callable[[str], None]],
-    install: Callable[[torch.nn.Module, Path | None], None] | None = None,
+    install: Callable[[torch.nn.Module], None] | None = None,
     when_ready: Callable[[torch.nn.Module], None] | None = None,
 ) -> None:
     """Check and lock a model's weights as they arrive. Call it while the model is being built.
@@ -60,7 +60,7 @@ def watch(
 
         inspect     with the checkpoint's folder, before anything is loaded; after loading for a model named by its id
         when_built  with the model; what it returns is called with the name of each tensor before that is loaded
-        install     with the model and the checkpoint's folder (None if unknown), once all are loaded
+        install     with the model, once all are loaded
         when_ready  with the model, once the layers have been brought into their layouts
 
     With --load-format dummy only ``when_ready`` is called.
@@ -117,7 +117,7 @@ def watch(
         if not folder.is_dir() and (snapshot := checkpoint_folder(vllm_config)) is not None:
             inspect(snapshot)
         if install is not None:
-            install(model, checkpoint_folder(vllm_config))
+            install(model)
         return loaded
 
     model.load_weights = load_and_check  # type: ignore[assignment]

@@ -46,11 +46,8 @@ class PolicyServer:
 
         ``client`` is vLLM's engine client. ``base`` is the checkpoint's folder, None if it is not known. ``folders`` is
         the directory whose folders may be installed by name. ``patience`` is the seconds that the engine may take to
-        answer, unless it waits for running requests. Raises ValueError if ``folders`` is no directory, and Refused if
-        the engine refuses.
+        answer, unless it waits for running requests. Raises Refused if the engine refuses.
         """
-        if folders is not None and not Path(folders).is_dir():
-            raise ValueError(f'--additional-config: "qerl.policy_folders": {folders} is no directory')
         self._engine, self._base = Engine(client, patience), base
         self._watch = asyncio.create_task(self._engine.watch())
         self._folders = Path(folders).resolve() if folders is not None else None

@@ -67,4 +67,5 @@ class EndpointPlugin:
             )
         base = engine.checkpoint_folder(vllm_config)
         options = Options.parse(vllm_config.additional_config)
+        options.check_folders()
         await state.qerl.open(engine_client, vllm_config, base, options.policy_folders, options.policy_timeout)

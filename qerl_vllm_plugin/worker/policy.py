@@ -9,7 +9,6 @@ import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,10 +126,8 @@ def _carrier(model: torch.nn.Module, worker: Any) -> LoraSlots | ResidentAdapter
     return None
 
 
-def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> None:
+def install_at_start(model: torch.nn.Module, folder: str) -> None:
     """Install a saved adapter as version 1 of a model just loaded; raise AdapterError if it is refused."""
-    if base is not None:
-        adapter_folder.check_base(folder, base)
     saved = adapter_folder.read(folder)
     policy = model.qerl_policy = _open(model, None)
     digest = adapter_folder.digest(folder, saved)

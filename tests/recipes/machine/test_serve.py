@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,16 @@ from typer.testing import CliRunner
 
 from qerl_recipes import cli
 from qerl_recipes.machine import gpu, serve
+from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
+
+TOKEN = "a-token-of-twenty-four-signs"
+
+
+@pytest.fixture(autouse=True)
+def without_token(monkeypatch):
+    for name in ("QERL_ADMIN_TOKEN", "QERL_ADMIN_TOKEN_FILE", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nowhere/at/all", "~/nothing-here", "a/b/c", "runs/nothing"])
@@ -95,6 +105,7 @@ def test_a_damaged_folder_is_refused_before_the_server_starts(make_nvfp4, monkey
 )
 def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_refused, monkeypatch):
     started, model = [], Path(__file__).parents[2] / "fixtures" / "modelopt" / "qwen2-nvfp4"
+    arguments = [*arguments, "--port", "0"]  # whatever else runs on this machine
     monkeypatch.setattr(serve.os, "execv", lambda path, line: started.append(line))
     if is_refused:
         with pytest.raises(CheckpointError, match=r'additional-config \'{"qerl": {"weight_only": true}}'):
@@ -111,6 +122,7 @@ def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_
     [
         ["--additional-config", '{"qerl": {"polcy_adapter": {"rank": 8}}}'],
         ["--additional-config", '{"kernel": "marlin"}'],
+        ["--additional-config", '{"qrel": {"policy_adapter": {"rank": 8}}}'],
         ["--port=81", '--additional_config={"qerl": {"policy_adapter": {"rank": 0}}}', "--seed", "1"],
         ["--hf-overrides", '{"quantization_config": "nvfp4"}'],
         ["--hf_overrides", '{"text_config": {"quantization_config": {}}}'],
@@ -122,6 +134,7 @@ def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_
 def test_a_mistake_in_our_options_is_told_before_the_server_starts(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
     known = r"--additional-config: (unknown key 'polcy_adapter'|.*from 1 to 512|.kernel. stands beside .qerl.)"
+    known += "|nothing reads the key 'qrel'"
     known += "|--hf-overrides: quantization_config|--weight-transfer-config has no place here"
     known += "|policy_adapter. and --enable-lora exclude each other"
     with pytest.raises(ValueError, match=known):
@@ -140,6 +153,74 @@ def test_a_mistake_in_our_options_is_told_before_the_server_starts(arguments, tm
 )
 def test_the_options_of_others_and_what_is_no_json_are_left_to_vllm(arguments):
     serve.check("gpt2", arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: shutil.rmtree(folder), "there is no such folder; name one that PEFT or"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "holds no adapter_model.safetensors"),
+        (lambda folder: (folder / "adapter_config.json").write_text('{"r": 9, "lora_alpha": 1}'), "rank 9.* most 8"),
+        (lambda folder: (folder / "qerl_state.json").write_text('{"base_hash": "x"}'), "trained on another base"),
+        (lambda folder: None, ""),
+    ],
+    ids=["folder", "config", "tensors", "rank", "base", "whole"],
+)
+def test_an_adapter_that_cannot_be_installed_is_refused_before_the_server_starts(change, said, make_nvfp4, tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 1}')
+    (folder / "adapter_model.safetensors").touch()  # tensors are not read
+    change(folder)
+    options = json.dumps({"qerl": {"policy_adapter": {"rank": 8, "path": str(folder)}}})
+    arguments = [str(make_nvfp4("qwen2")), ["--additional-config", options]]
+    if said:
+        with pytest.raises(AdapterError, match=f"{folder}.*{said}"):
+            serve.check(*arguments)
+    else:
+        serve.check(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("variables", "folders", "said"),
+    [
+        ({}, "there", "policy_folders. is given, but neither QERL_ADMIN_TOKEN nor"),
+        ({"QERL_ADMIN_TOKEN": TOKEN, "VLLM_PLUGINS": "qerl"}, "nowhere", "nowhere is no directory"),
+        ({"QERL_ADMIN_TOKEN": TOKEN}, None, "VLLM_PLUGINS does not name qerl"),
+        ({"QERL_ADMIN_TOKEN": TOKEN, "VLLM_PLUGINS": "qerls"}, None, "VLLM_PLUGINS does not name qerl"),
+        ({"QERL_ADMIN_TOKEN": "short", "VLLM_PLUGINS": "qerl"}, None, "too short"),
+        ({"QERL_ADMIN_TOKEN": TOKEN, "VLLM_PLUGINS": "other,qerl"}, "there", ""),
+    ],
+)
+def test_a_server_whose_policy_could_not_be_changed_as_asked_does_not_start(
+    variables, folders, said, tmp_path, monkeypatch
+):
+    (tmp_path / "there").mkdir()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = {"policy_folders": str(tmp_path / folders)} if folders else {}
+    arguments = ["gpt2", ["--additional-config", json.dumps({"qerl": options})]]
+    if said:
+        with pytest.raises(ValueError, match=said):
+            serve.check(*arguments)
+    else:
+        serve.check(*arguments)
+
+
+def test_an_address_where_no_server_can_listen_is_refused(monkeypatch):
+    monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for arguments in (["--host", "127.0.0.1", f"--port={port}"], ["--port", str(port)]):
+            with pytest.raises(ValueError, match=rf"cannot listen at .*:{port}: .*in use; choose another .* --port"):
+                serve.serve("gpt2", arguments)
+        for arguments in (["--uds", "/a", "--port", str(port)], ["--config", "c.yaml"], ["--host", "127.0.0.2"]):
+            serve.check_address(["--port", "0", *arguments] if arguments[0] == "--host" else arguments)
+    with pytest.raises(ValueError, match="70000: a port is a whole number from 0 to 65535"):
+        serve.serve("gpt2", ["--port", "70000"])
+    with pytest.raises(ValueError, match="80a: a port is a whole number from 0 to 65535"):
+        serve.serve("gpt2", ["--port", "80a"])
 
 
 @pytest.mark.parametrize(
