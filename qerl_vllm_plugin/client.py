@@ -6,12 +6,13 @@ GPU, reads it from shared memory, or receives it in the request's body.
 
 import functools
 import json
+import math
 import ssl
 import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -127,6 +128,15 @@ class _Client(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._options['base_url']})"  # without token, user and password
 
+    @contextmanager
+    def _named_server(self) -> Iterator[None]:
+        """Name the server in an error of a ``with`` block to which it gives no answer."""
+        try:
+            yield
+        except httpx.TransportError as error:
+            text = f"no answer from {self._options['base_url']}: {str(error) or type(error).__name__}"
+            raise type(error)(text, request=error._request) from error
+
     @abstractmethod
     async def _send(self, call: Call) -> dict[str, Any]:
         """Send a call and return the server's answer."""
@@ -229,7 +239,12 @@ class AsyncPolicyClient(_Client):
     async def set_noise(
         self, sigma: float, *, seed: int, rollout: int, targets: Sequence[str] | None = None, requests: str = "keep"
     ) -> int:
-        """Set the noise on the norms and return how many carry it; sigma 0 restores them bit for bit."""
+        """Set the noise on the norms and return how many carry it; sigma 0 restores them bit for bit.
+
+        Raises ValueError for a sigma that is NaN or infinite, which JSON cannot carry.
+        """
+        if isinstance(sigma, float) and not math.isfinite(sigma):
+            raise ValueError(f"noise sigma is {sigma!r}; it must be a finite number (0 clears the noise)")
         noise: dict[str, Any] = {"sigma": sigma, "seed": seed, "rollout": rollout}
         noise |= {} if targets is None else {"targets": list(targets)}
         call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": noise}
@@ -247,8 +262,9 @@ class AsyncPolicyClient(_Client):
     async def _send(self, call: Call) -> dict[str, Any]:
         if isinstance(pieces := call.get("content"), Iterator):
             call = {**call, "content": _one_by_one(pieces)}
-        async with httpx.AsyncClient(**self._options, verify=_trusted()) as client:
-            return self._answer(await client.request(**self._in_time(call)))
+        with self._named_server():
+            async with httpx.AsyncClient(**self._options, verify=_trusted()) as client:
+                return self._answer(await client.request(**self._in_time(call)))
 
     async def _enter(self, block: AbstractContextManager[T], held: ExitStack) -> T:
         return await enter(block, held)
@@ -280,7 +296,7 @@ class PolicyClient(_Client):
     state = _blocking(AsyncPolicyClient.state)
 
     async def _send(self, call: Call) -> dict[str, Any]:
-        with httpx.Client(**self._options, verify=_trusted()) as client:
+        with self._named_server(), httpx.Client(**self._options, verify=_trusted()) as client:
             return self._answer(client.request(**self._in_time(call)))
 
     async def _enter(self, block: AbstractContextManager[T], held: ExitStack) -> T:

@@ -134,12 +134,11 @@ def check(
     pairs = _pair_up(tensors)
     if missing := sorted(expected - pairs.keys()):
         raise AdapterError(
-            f"the adapter's config names {missing[0]} (and {len(missing) - 1} more), but its tensors are missing; "
-            "save the whole adapter again"
+            f"the adapter's config names {first_of(missing)}, but its tensors are missing; save the whole adapter again"
         )
     if extra := sorted(pairs.keys() - expected):
         raise AdapterError(
-            f"the adapter has tensors for {extra[0]} (and {len(extra) - 1} more), which this model does not have or "
+            f"the adapter has tensors for {first_of(extra)}, which this model does not have or "
             "the adapter's target_modules do not name; was it trained on another base?"
         )
     return CheckedAdapter(rank, scaling, {name: _checked(name, pairs[name], targets[name], rank) for name in expected})
@@ -228,7 +227,8 @@ def check_config(config: Mapping[str, Any], max_rank: int, besides: Collection[s
         raise AdapterError(f"the adapter's rank r is {rank!r}; it must be a whole number of at least 1")
     if rank > max_rank:
         raise AdapterError(
-            f"the adapter has rank {rank}, the engine was started for at most {max_rank} (max_lora_rank)"
+            f"the adapter has rank {rank}, and this engine has room for at most {max_rank}; start it with {rank} "
+            '("rank" of "qerl.policy_adapter", or --max-lora-rank for LoRA requests)'
         )
     # checked before any arithmetic: a Python integer may be too large for a float
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -MAX_ALPHA <= alpha <= MAX_ALPHA:
@@ -236,6 +236,11 @@ def check_config(config: Mapping[str, Any], max_rank: int, besides: Collection[s
             f"lora_alpha is {str(alpha)[:20]}; it must be a finite number of at most {MAX_ALPHA:.0e} in size"
         )
     return rank, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of several names, and how many there are beside it."""
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
 def _pair_up(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -309,8 +314,7 @@ def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device 
         was = "holds NaN or infinite values"
         if bad != _not_finite(adapter.pairs, *by_name(*_flat(halves, device, adapter.fetch))):
             was = f"holds values too large for the engine's {dtype}"
-        others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise AdapterError(f"the adapter of {bad[0]}{others} {was}")
+        raise AdapterError(f"the adapter of {first_of(bad)} {was}")
     if pairs.strength > STRENGTH:
         norms = torch._foreach_norm([half for pair in pairs.values() for half in pair], dtype=torch.float32)
         sizes = torch.stack(norms).tolist()

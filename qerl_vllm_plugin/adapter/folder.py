@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qerl_vllm_plugin.adapter.check import AdapterError, check_config
+from qerl_vllm_plugin.adapter.check import AdapterError, check_config, first_of
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, read_header, read_tensor
 
 ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
@@ -200,6 +200,6 @@ def check_modules(folder: Path, adapted: Iterable[str], slots: Iterable[str]) ->
     left_out = sorted(name for name in set(adapted) - set(slots) if EXPERTS not in name)
     if left_out:
         raise AdapterError(
-            f"{folder} adapts {left_out[0]} (and {len(left_out) - 1} more), for which this engine has no LoRA slot: "
+            f"{folder} adapts {first_of(left_out)}, for which this engine has no LoRA slot: "
             "that part would be left out. Was it trained on another base, or does lora_target_modules exclude it?"
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin.adapter.check import AdapterError
@@ -156,6 +157,8 @@ def lose(policy: "WorkerPolicy", reason: str) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, AdapterError | ValueError | CudaIPCError) and str(error):
         return str(error)
+    if isinstance(error, SafetensorError):
+        return f"this is no whole safetensors file ({error}); save the adapter again, and send all of it"
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of GPU memory before the change; lower gpu_memory_utilization. Nothing changed ({error})"
     logger.error("a change of the policy was refused", exc_info=error)

@@ -125,6 +125,29 @@ def test_a_change_that_waits_has_the_time_of_the_server(mode, seconds, monkeypat
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(
+    ("error", "text"), [(httpx.ConnectError("refused"), "refused"), (httpx.ReadTimeout(""), "ReadT")]
+)
+def test_a_server_that_does_not_answer_is_named(kind, error, text, monkeypatch):
+    def request(*given, **named):
+        error.request = httpx.Request("GET", NOBODY)
+        raise error
+
+    monkeypatch.setattr(httpx.Client, "request", request)
+    monkeypatch.setattr(httpx.AsyncClient, "request", request)
+    with pytest.raises(type(error), match=f"no answer from {NOBODY}/v1/qerl/: {text}") as raised:
+        answer = kind(NOBODY, "token").state()
+        asyncio.run(answer)
+    assert raised.value.request is error.request
+
+
+@pytest.mark.parametrize("sigma", [float("nan"), float("inf")])
+def test_a_sigma_that_json_cannot_carry_is_named(sigma):
+    with pytest.raises(ValueError, match=f"noise sigma is {sigma}; it must be a finite number"):
+        PolicyClient(NOBODY, "token").set_noise(sigma, seed=0, rollout=0)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
 def test_noise_is_cleared_by_a_sigma_of_0_whatever_it_was(kind, monkeypatch):
     asked = []
 

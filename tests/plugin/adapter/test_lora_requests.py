@@ -86,13 +86,13 @@ def test_adapters_of_peft_alone_and_of_experts_pass(saved, make_nvfp4, tmp_path)
     (tmp_path / "adapter" / STATE).unlink()
     config(tmp_path / "adapter", target_parameters=["mlp.experts.down_proj"])
     check_folder(tmp_path / "adapter", make_nvfp4("qwen2"), 8)
-    with pytest.raises(AdapterError, match=r"adapter: the adapter has rank 4, .* at most 2 \(max_lora_rank\)"):
+    with pytest.raises(AdapterError, match=r"adapter: the adapter has rank 4, .* at most 2; start it with 4"):
         check_folder(tmp_path / "adapter", None, 2)
 
 
 def test_experts_have_slots_under_vllms_names():
     check_modules(Path("RUN"), ["model.layers.0.mlp.experts.7.up_proj", "a.q_proj"], {"a.q_proj", "a.k_proj"})
-    with pytest.raises(AdapterError, match=r"RUN adapts a\.v_proj \(and 0 more\)"):
+    with pytest.raises(AdapterError, match=r"RUN adapts a\.v_proj, for"):
         check_modules(Path("RUN"), ["a.v_proj", "a.q_proj"], {"a.q_proj"})
 
 
@@ -131,6 +131,6 @@ def test_a_pipeline_stage_refuses_what_no_stage_has_slots_for(of_another_stage, 
     if of_another_stage == 0:
         assert list(runner.lora_manager._load_adapter(request).loras) == names
     else:
-        with pytest.raises(AdapterError, match=r"adapts model\.layers\.7\.self_attn\.q_proj \(and 0 more\)"):
+        with pytest.raises(AdapterError, match=r"adapts model\.layers\.7\.self_attn\.q_proj, for"):
             runner.lora_manager._load_adapter(request)
     assert runner.reads == 1

@@ -72,7 +72,7 @@ BODIES = {
         422,
         "megatron_config",
     ),
-    "cut_file": (lambda adapter: body(*adapter)[:-100], 422, ""),
+    "cut_file": (lambda adapter: body(*adapter)[:-100], 422, "no whole safetensors file"),
     "too_large": (lambda _: b"x" * (4 << 20), 413, "at most"),
     "too_large_in_chunks": (lambda _: iter([b"x" * (1 << 20)] * 4), 413, "more than"),
 }
