@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import logging
 import os
+import re
 import socket
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
@@ -29,6 +30,9 @@ ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+PYTHONS_OWN = warnings.formatwarning
+# vLLM warns of each scheduler that is not its own; only that of a user's own is news
+NOISE = {"vllm.config.scheduler": ("Using custom scheduler class qerl_vllm_plugin.",)}
 # Warnings that vLLM gives on every CPU, by module. They say that it lacks what a GPU or a faster build has, or that it
 # does what ON_CPU asks. Each is the beginning of a message in vLLM's source.
 CPU_NOISE = {
@@ -57,9 +61,10 @@ def prepare() -> None:
     """Set defaults and silence what no user can act upon, before anything imports vllm or torch."""
     cuda = runs_on_cuda(os.environ)
     set_defaults(os.environ, cuda=cuda)
-    if not cuda and os.environ["VLLM_LOGGING_LEVEL"] == EVERYWHERE["VLLM_LOGGING_LEVEL"]:
-        for module in CPU_NOISE:
+    if os.environ["VLLM_LOGGING_LEVEL"] == EVERYWHERE["VLLM_LOGGING_LEVEL"]:
+        for module in NOISE if cuda else [*NOISE, *CPU_NOISE]:
             logging.getLogger(module).addFilter(is_worth_reading)
+    warnings.formatwarning = one_line
     # vLLM reads every attribute of torch.distributed, deprecated ones too; a user cannot change that
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     # deprecated, but the only server entry point that every supported vLLM has
@@ -88,10 +93,21 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+def one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Format a warning; one of this project is for the user, who needs no line of Python."""
+    if re.search(r"[/\\]qerl_(recipes|vllm_plugin|kernels)[/\\]", filename):
+        return f"warning: {message}\n"
+    return PYTHONS_OWN(message, category, filename, lineno, line)
+
+
 def is_worth_reading(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's messages, errors aside, that only say that it runs on a CPU."""
-    noise = CPU_NOISE.get(record.name, ())
-    return record.levelno > logging.WARNING or not str(record.msg).startswith(noise)
+    """Return False for vLLM's messages, errors aside, that only say what we have chosen, or that it runs on a CPU."""
+    if record.levelno > logging.WARNING:
+        return True
+    own, noise = NOISE.get(record.name, ()), CPU_NOISE.get(record.name, ())
+    return not record.getMessage().startswith(own) and not str(record.msg).startswith(noise)
 
 
 def set_defaults(environment: MutableMapping[str, str], *, cuda: bool) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import logging
 import socket
 import subprocess
 import sys
@@ -80,6 +81,30 @@ def test_a_cpu_build_of_vllm_is_recognised(installed: dict[str, str], expected: 
         return installed[name]
 
     assert environment.is_cpu_build(version) is expected
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "level", "is_read"),
+    [
+        ("qerl_vllm_plugin.scheduler.scheduler", logging.WARNING, False),
+        ("qerl_vllm_plugin.scheduler.scheduler", logging.ERROR, True),
+        ("mine.Scheduler", logging.WARNING, True),
+    ],
+)
+def test_vllms_warning_of_a_scheduler_is_read_if_it_is_the_users(scheduler: str, level: int, is_read: bool) -> None:
+    module = pytest.importorskip("vllm.config.scheduler")
+    text = "Using custom scheduler class %s."
+    assert text in Path(module.__file__).read_text()
+    record = logging.LogRecord(module.__name__, level, "", 1, text, (scheduler,), None)
+    assert environment.is_worth_reading(record) is is_read
+
+
+def test_a_warning_of_ours_is_one_line_and_one_of_others_names_its_place() -> None:
+    program = "import warnings as w, qerl_recipes.machine.environment as e; e.prepare()\n"
+    for package in ("qerl_recipes", "others"):
+        program += f"w.warn_explicit('said', UserWarning, '/a/{package}/b.py', 7)\n"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines() == ["warning: said", "/a/others/b.py:7: UserWarning: said"]
 
 
 def test_preparing_imports_neither_torch_nor_vllm() -> None:
