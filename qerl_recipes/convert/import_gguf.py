@@ -42,7 +42,9 @@ def import_gguf(file: Path, destination: Path, *, overwrite: bool = False) -> Pa
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError("reading GGUF files needs the package gguf: pip install gguf")
-    if not file.is_file() or file.open("rb").read(4) != b"GGUF":
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}; name a GGUF file, or join its parts: cat PART1 PART2 ... > {file}")
+    if file.open("rb").read(4) != b"GGUF":
         raise ValueError(f"{file} is no GGUF file; join its parts in order: cat PART1 PART2 ... > model.gguf")
     from gguf import GGUFReader
 

@@ -218,7 +218,8 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
             "method: awq needs a CUDA device (llmcompressor 0.14 pins GPU memory); use gptq or --device cuda"
         )
     if calibration is None or not Path(calibration).is_file():
-        raise ValueError(f'calibration: {method} needs a file of JSON lines with a key "text"; {calibration} is none')
+        found = "name one" if calibration is None else f"there is no file {calibration}"
+        raise ValueError(f'calibration: {method} needs a file of JSON lines with a key "text"; {found}')
 
 
 def _check_free(needed: int, target: Path) -> None:

@@ -111,12 +111,15 @@ def test_a_file_that_lacks_a_part_is_refused(write_gguf, tmp_path):
 
 def test_what_is_no_gguf_file_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "gguf")
-    text, other = tmp_path / "part02.bin", tmp_path / "other.whl"
+    text, nowhere, other = tmp_path / "part02.bin", tmp_path / "none.gguf", tmp_path / "other.whl"
     text.write_text("x")
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("something.py", "")
-    for file in (text, tmp_path / "none.gguf"):
-        with pytest.raises(ValueError, match="is no GGUF file; join its parts in order: cat PART1 PART2"):
+    for file, said in (
+        (text, "is no GGUF file; join its parts in order: cat PART1 PART2"),
+        (nowhere, "is no file .*none"),
+    ):
+        with pytest.raises(ValueError, match=said):
             importing.import_gguf(file, tmp_path / "out")
     for wheel in (text, other):
         with pytest.warns(UserWarning, match="use import-gguf"), pytest.raises(ValueError, match="does not hold llm_s"):
