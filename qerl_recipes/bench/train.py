@@ -45,6 +45,8 @@ LEARNING_RATE = 1e-5
 TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 SHOWN_TRL_KEYS = ("vllm_enable_sleep_mode", "gradient_checkpointing", "use_liger_kernel")
 MOST_TRL_TOKENS = 16384  # of a micro-batch of stock TRL, which recomputes all blocks: more are no faster
+SHARE = "vllm_gpu_memory_utilization"
+TRL_BYTES = 3_000_000_000  # of CUDA, adapter and allocator, which TRL holds beside its model when its engine starts
 SPARE, SPARE_BYTES = 1.03, 2_000_000_000  # of the engine's memory, which is an estimate
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 # what no flag may set, beside a recipe and without one
@@ -188,7 +190,7 @@ class Workload:
             **own,
         }
         if engine_share is not None:
-            recipe["vllm_gpu_memory_utilization"] = f"{engine_share:.4f}"
+            recipe[SHARE] = f"{engine_share:.4f}"
         return recipe | dict(self.overrides)
 
 
@@ -316,17 +318,23 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
 def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
     """Return the keys of stock TRL for this work, with remarks on what they are; the rest is TRL's default.
 
-    The engine's share is the bf16 arm's, and it sleeps if that would not fit without. A micro-batch has at most
-    MOST_TRL_TOKENS tokens, and Liger's kernels are on if they are installed.
+    The engine's share is the bf16 arm's, or what TRL's model leaves of the memory, since TRL loads that first. The
+    engine sleeps if the bf16 arm would not fit otherwise. A micro-batch has at most MOST_TRL_TOKENS tokens, and Liger's
+    kernels are on if they are installed.
     """
     import trl
 
     from qerl_recipes.memory.plan import SPARE as SPARE_OF_A_PLAN
+    from qerl_recipes.memory.sizes import measure, trainer_weights
 
     known = {field.name for kind in (trl.GRPOConfig, trl.ModelConfig) for field in fields(kind)}
     asked, as_bf16, needs_sleep = dict(work.overrides), _recipe(work, "bf16", gpu, memory), False
     if gpu is not None:
         needs_sleep = as_bf16["planned_bytes"] > (1 - SPARE_OF_A_PLAN) * (memory or gpu.memory)
+        loaded = trainer_weights(measure(work.config()), "bf16", shared=False) + TRL_BYTES
+        keys, room = as_bf16["recipe"], ((memory or gpu.memory) - loaded) / gpu.memory
+        if SHARE in keys and SHARE not in asked:
+            keys[SHARE] = f"{min(float(keys[SHARE]), room):.4f}"
     sizes = (size for size in range(work.sequences, 0, -1) if work.sequences % size == 0)
     batch = work.micro_batch or next(size for size in sizes if size == 1 or size * work.length <= MOST_TRL_TOKENS)
     recipe = {

@@ -188,6 +188,16 @@ def test_the_engine_gets_room_for_every_sequence(arm: str) -> None:
     assert planned["planned_bytes"] == plan.at_full_length < plan.peak and plan.fits
 
 
+def test_trl_s_engine_gets_what_trl_s_model_leaves() -> None:
+    work = Workload("14B", groups=8, generations=8, prompt=256, completion=1024, steps=3, rank=32, seed=0)
+    chosen = bench_train._recipe(work, "trl_stock", H200, 80_000_000_000)["recipe"]
+    engine = float(chosen["vllm_gpu_memory_utilization"]) * H200.memory
+    assert 30_000_000_000 < engine < 80_000_000_000 - 2 * 14_770_033_664 - 2_000_000_000  # 14.8 billion BF16 weights
+    asked = replace(work, overrides=(("vllm_gpu_memory_utilization", "0.5"),))
+    recipe = bench_train._recipe(asked, "trl_stock", H200, 80_000_000_000)["recipe"]
+    assert recipe["vllm_gpu_memory_utilization"] == "0.5"
+
+
 def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from qerl_recipes.bench import train_arm
     from qerl_recipes.rollout.engine import VLLMRollouts
