@@ -86,8 +86,7 @@ def page() -> str:
         f" Repetitions spread by {100 * tables.largest_spread(files):.1f} % at most.*\n",
         tables.rollouts(files),
         f"\n{tables.prefills(files)}",
-        "\nCompletions of unequal lengths, the same for all configurations. Other work disturbed one of the first"
-        " file's two repetitions, which took 1.5 times as long:\n",
+        "\nCompletions of unequal lengths, the same for all configurations:\n",
         tables.unequal_rollouts(files),
         "\nSpeed by rank of the adapter, beside the article's (arXiv 2510.11696, one H100):\n",
         tables.by_rank(files),
