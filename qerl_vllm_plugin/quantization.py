@@ -238,7 +238,13 @@ class QerlConfig(QuantizationConfig):
         from vllm.platforms import current_platform
 
         from qerl_vllm_plugin import norms
-        from qerl_vllm_plugin.adapter.folder import check_base, check_before_load, check_folder, check_modules
+        from qerl_vllm_plugin.adapter.folder import (
+            check_base,
+            check_before_load,
+            check_folder,
+            check_modules,
+            check_tensors,
+        )
         from qerl_vllm_plugin.compat import drafts, engine, loading, lora_loading
         from qerl_vllm_plugin.compat import worker as vllm_worker
         from qerl_vllm_plugin.weights import layouts
@@ -323,7 +329,7 @@ class QerlConfig(QuantizationConfig):
             )
         if options.adapter_rank and vllm_config.lora_config is not None:
             raise ValueError(ONE_CARRIER)
-        lora_loading.watch(vllm_config, check_folder, check_modules)
+        lora_loading.watch(vllm_config, check_folder, check_modules, check_tensors)
         vllm_worker.draw_with_whole_prompts_alone()
         drafts.expand_on_cpu()
         self.adapter_rank, self.kernel = options.adapter_rank, options.kernel

@@ -1,14 +1,15 @@
 """Read a saved adapter: PEFT's two files, ``norms.safetensors`` where norms were trained, and the hash of its base.
 
-``check_folder`` and ``check_modules`` check adapters that vLLM itself reads for LoRA requests: ``--lora-modules``,
-``lora_local_path`` of lm-evaluation-harness, ``/v1/load_lora_adapter``. vLLM (0.26 to 0.32, ``vllm/lora``) reads the
-tensors, and from the config only the rank, alpha and whether it is rank-stabilized. It reads no other file and drops
-tensors for which it has no layer, so its completions would come from another policy. Such adapters are refused.
+``check_folder``, ``check_modules`` and ``check_tensors`` check adapters that vLLM itself reads for LoRA requests:
+``--lora-modules``, ``lora_local_path`` of lm-evaluation-harness, ``/v1/load_lora_adapter``. vLLM (0.26 to 0.32,
+``vllm/lora``) reads the tensors, and from the config only the rank, alpha and whether it is rank-stabilized. It reads
+no other file and drops tensors for which it has no layer, so its completions would come from another policy. Such
+adapters are refused.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ FILES = (ADAPTER_FILE, CONFIG_FILE, NORMS_FILE)
 BLOCKS, BLOCK = 64, 4096  # how many blocks of a file, of how many bytes, ``base_hash`` reads
 EXPERTS = ".experts"  # vLLM stores the adapters of a layer's experts together, under its own names
 
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of a module
+Size = tuple[int, int]  # inputs and outputs of a module
 Stamps = tuple[tuple[int, ...] | None, ...]  # one for each of FILES, None for a file that does not exist
 
 
@@ -203,3 +206,24 @@ def check_modules(folder: Path, adapted: Iterable[str], slots: Iterable[str]) ->
             f"{folder} adapts {first_of(left_out)}, for which this engine has no LoRA slot: "
             "that part would be left out. Was it trained on another base, or does lora_target_modules exclude it?"
         )
+
+
+def check_tensors(folder: Path, pairs: Mapping[str, Pair], rank: int, sizes: Mapping[str, Size]) -> None:
+    """Raise AdapterError for tensors that vLLM would not serve as they are, whose sizes it does not compare.
+
+    ``pairs`` has A and B of each module, ``sizes`` the inputs and outputs of those whose sizes are known. A smaller
+    tensor would be filled up with zeros, and another rank than the config's would change the adapter's strength. NaN
+    would stay in blocks of the KV cache, and spoil the answers of other adapters.
+    """
+    for name, (a, b) in pairs.items():
+        if a is None or b is None:
+            raise AdapterError(f"{folder}: {name} lacks one of its two tensors; save the whole adapter again")
+        inputs, outputs = sizes.get(name, (a.shape[-1], b.shape[0]))
+        if (a.shape, b.shape) != ((rank, inputs), (outputs, rank)):
+            raise AdapterError(
+                f"{folder}: {name} has tensors of shape {tuple(a.shape)} and {tuple(b.shape)}, this model and rank "
+                f"{rank} need {(rank, inputs)} and {(outputs, rank)}; was the adapter trained on another base or with "
+                "another rank?"
+            )
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise AdapterError(f"{folder}: the adapter of {name} holds NaN or infinite values; use an earlier one")

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin.adapter.check import AdapterError
-from qerl_vllm_plugin.adapter.folder import base_hash, check_folder, check_modules
+from qerl_vllm_plugin.adapter.folder import base_hash, check_folder, check_modules, check_tensors
 from qerl_vllm_plugin.compat import lora_loading
 from qerl_vllm_plugin.compat import worker as vllm_worker
 
@@ -58,12 +59,30 @@ def of_a_deeper_model(folder):
     save_file({name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}, folder / TENSORS)
 
 
+def tensors(change):
+    def spoil(folder):
+        found = load_file(folder / TENSORS)
+        name = next(name for name in sorted(found) if "layers.0.mlp.down_proj.lora_A" in name)
+        change(found, name)
+        save_file(found, folder / TENSORS)
+
+    return spoil
+
+
+def narrow(found, name):
+    found[name] = found[name][:, :-1].contiguous()
+
+
 LEFT_OUT = {
     "trained_norms": (norms, r"trained norms .*\"path\": .*qerl evaluate"),
     "another_base": (of_another_base, "trained on another base \\(/models/another\\)"),
     "layers": (of_a_deeper_model, r"adapts model\.layers\.7\.mlp\.down_proj \(and 2 more\).*no LoRA slot"),
     "alpha": (lambda folder: config(folder, alpha_pattern={"q_proj": 80}), "alpha_pattern"),
     "rank": (lambda folder: config(folder, rank_pattern={"q_proj": 2}), "rank_pattern"),
+    "nan": (tensors(lambda found, name: found[name].fill_(float("nan"))), r"layers\.0\.mlp\.down_proj holds NaN"),
+    "inputs": (tensors(narrow), r"0\.mlp\.down_proj has tensors of shape \(4, \d+\) .* rank 4 need"),
+    "one_alone": (tensors(lambda found, name: found.pop(name)), r"0\.mlp\.down_proj lacks one of its two tensors"),
+    "ranks": (lambda folder: config(folder, r=2), r"shape \(4, \d+\) .* rank 2 need \(2, \d+\)"),
     "base_weights": (lambda folder: config(folder, init_lora_weights="pissa"), "changes the base weights too"),
 }
 
@@ -79,6 +98,24 @@ def test_promise_04_what_vllm_would_leave_out_is_refused(engine, saved, measure,
         engine.llm_engine.add_lora(LoRARequest("spoilt", 2, str(folder)))
     assert (measure.engine(engine, good) == before).all()
     assert measure.difference(before, measure.engine(engine)) > 0.01, "the adapter must change the answers"
+
+
+def test_a_request_without_an_adapter_is_the_bases_beside_requests_with_one(engine, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "strong")
+    found = load_file(tmp_path / "strong" / TENSORS)
+    save_file({name: tensor * 3 for name, tensor in found.items()}, tmp_path / "strong" / TENSORS)
+    requests = [None, LoRARequest("good", 1, str(saved)), LoRARequest("strong", 3, str(tmp_path / "strong")), None]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+
+    def answers(*requests):
+        done = engine.generate([{"prompt_token_ids": [3, 4, 5]}] * len(requests), params, lora_request=list(requests))
+        return [(one.outputs[0].token_ids, one.outputs[0].cumulative_logprob) for one in done]
+
+    alone = [answers(request)[0] for request in requests]
+    assert len({ids_and_sum[1] for ids_and_sum in alone}) == 3
+    for (ids, total), (expected, sum_alone) in zip(answers(*requests), alone, strict=True):
+        assert list(ids) == list(expected) and abs(total - sum_alone) < 1e-3
+    engine.llm_engine.remove_lora(3)
 
 
 def test_adapters_of_peft_alone_and_of_experts_pass(saved, make_nvfp4, tmp_path):
@@ -104,19 +141,21 @@ class Runner:
         self.config, self.adapted, self.reads = config, adapted, 0
 
     def load_model(self):
-        lora_loading.watch(self.config, check_folder, check_modules)
+        lora_loading.watch(self.config, check_folder, check_modules, check_tensors)
         self.load_lora_model()
 
     def load_lora_model(self):
         layer = "model.layers.1.self_attn"
         packed = {f"{layer}.qkv_proj": [f"{layer}.{name}_proj" for name in "qkv"]}
-        slots = SimpleNamespace(modules={f"{layer}.qkv_proj": None, f"{layer}.o_proj": None}, packed_modules=packed)
+        linears = dict.fromkeys((f"{layer}.qkv_proj", f"{layer}.o_proj"), SimpleNamespace())
+        slots = SimpleNamespace(modules=linears, packed_modules=packed)
         limits = SimpleNamespace(max_lora_rank=8)
         self.lora_manager = SimpleNamespace(_adapter_manager=slots, _load_adapter=self.read, lora_config=limits)
 
     def read(self, request):
         self.reads += 1
-        return SimpleNamespace(loras=dict.fromkeys(self.adapted))
+        weights = SimpleNamespace(lora_a=torch.ones(2, 3), lora_b=torch.ones(3, 2))
+        return SimpleNamespace(loras=dict.fromkeys(self.adapted, weights), rank=2)
 
 
 @pytest.mark.parametrize("of_another_stage", [0, 7])
