@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 from digit_rewards import digits
-from waiting import until
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 3,
@@ -313,32 +312,12 @@ def scripted() -> Iterator[None]:
     manager.unregister(scripted_rollouts)
 
 
-@pytest.fixture(scope="module")
-def policy_server(serve_policy: Callable[..., Any], hold_port: Callable[[], int]) -> Callable[..., tuple[str, Any]]:
-    """Return policy_server(model, *options), which starts a server; once it answers, it returns address and client."""
-    from qerl_vllm_plugin.client import PolicyClient
-
-    def start(model: Path, *options: str) -> tuple[str, Any]:
-        port = hold_port()
-        process, url = serve_policy(model, port, *options), f"http://127.0.0.1:{port}"
-        client = PolicyClient(url, TOKEN)
-
-        def answers() -> Any:
-            with contextlib.suppress(Exception):
-                return client.state()
-
-        assert until(answers, 300), process.log.read_text()[-4000:]
-        return url, client
-
-    return start
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Return serve_policy(model, port, *options, rank=4, **environment), which starts a server with /v1/qerl.
 
-    It returns the process, which ends with the module; the log is at ``process.log``. A trainer that uses the server
-    needs QERL_ADMIN_TOKEN in its environment, and this fixture sets it.
+    It returns the process, which ends with all tests of recipes; the log is at ``process.log``. A trainer that uses
+    the server needs QERL_ADMIN_TOKEN in its environment, and this fixture sets it.
     """
     import subprocess
 
