@@ -3,6 +3,7 @@
 import atexit
 import functools
 import gc
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,27 @@ def workers_share_this_machine(vllm_config: Any) -> bool:
 def api_servers(vllm_config: Any) -> int:
     """Return how many API server processes serve one engine."""
     return int(vllm_config.parallel_config._api_process_count)
+
+
+def end_start_on_sigterm() -> None:
+    """Let SIGTERM end a server of this process that is still starting its engine; call it before ``vllm serve`` runs.
+
+    vLLM turns the signal into a KeyboardInterrupt, which the context of the start's socket swallows. The server would
+    start all the same, or wait 600 s for an engine that the same signal has ended.
+    """
+    from vllm.v1.engine import utils
+
+    swallowing = utils.zmq_socket_ctx
+
+    @contextmanager
+    def passing_on(*args: Any, **options: Any) -> Iterator[Any]:
+        with swallowing(*args, **options) as socket:
+            try:
+                yield socket
+            except KeyboardInterrupt as told:
+                raise SystemExit(128 + signal.SIGTERM) from told
+
+    utils.zmq_socket_ctx = passing_on
 
 
 def keep_compiled_by(digest: str, vllm_config: "VllmConfig", model: torch.nn.Module) -> None:

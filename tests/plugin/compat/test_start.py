@@ -1,9 +1,11 @@
 import gc
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from vllm import SamplingParams
 from vllm.model_executor.models import registry
+from vllm.v1.engine import utils
 from vllm.v1.worker import worker_base
 
 from qerl_vllm_plugin.compat import engine
@@ -79,3 +81,27 @@ def test_what_was_imported_is_left_out_once_and_until_the_end(monkeypatch):
         with engine.start_in_this_process():
             pass
     assert calls == ["freeze", gc.unfreeze]
+
+
+def test_a_sigterm_ends_a_start_that_waits_for_its_engine(monkeypatch):
+    """Check vLLM's own start, without processes; it swallows what its handler of SIGTERM raises."""
+    parallel = SimpleNamespace(
+        data_parallel_size=1,
+        data_parallel_size_local=1,
+        data_parallel_rank=0,
+        data_parallel_rank_local=None,
+        data_parallel_master_ip="127.0.0.1",
+        data_parallel_rpc_port=0,
+        data_parallel_backend="mp",
+        local_engines_only=True,
+        enable_elastic_ep=False,
+    )
+    model = SimpleNamespace(multimodal_config=None)
+    config = Mock(parallel_config=parallel, model_config=model, needs_dp_coordinator=False)
+    monkeypatch.setattr(utils, "CoreEngineProcManager", Mock())
+    monkeypatch.setattr(utils, "wait_for_engine_startup", Mock(side_effect=KeyboardInterrupt("terminated")))
+    monkeypatch.setattr(utils, "zmq_socket_ctx", utils.zmq_socket_ctx)
+    engine.end_start_on_sigterm()
+    with pytest.raises(SystemExit) as ended, utils.launch_core_engines(config, None, False, Mock()):
+        pass
+    assert ended.value.code == 143

@@ -1,15 +1,19 @@
 """Test ``qerl serve``: which models it refuses before the server starts, and the command that it makes."""
 
 import json
+import os
 import shutil
+import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
+from waiting import PATIENCE, until
 
 from qerl_recipes import cli
-from qerl_recipes.machine import gpu, serve
+from qerl_recipes.machine import gpu, processes, serve
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
@@ -238,6 +242,20 @@ def test_it_is_said_what_is_served_how_and_where(arguments, found, said, monkeyp
     monkeypatch.setattr(serve, "installed_gpu", lambda: found)
     text = serve.announcement(serve.command("m", arguments))
     assert said in text and ("all addresses" in text) == ("--host" not in arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_server_that_is_told_to_end_while_its_engine_starts_ends_at_once(make_nvfp4, hold_port, tmp_path):
+    line = serve.command(str(make_nvfp4("qwen2")), ["--host", "127.0.0.1", "--port", str(hold_port())])
+    process = processes.start(line, tmp_path / "log")
+    try:
+        children = psutil.Process(process.pid).children
+        assert until(lambda: any("spawn_main" in " ".join(child.cmdline()) for child in children()), 200)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(PATIENCE) == 143, (tmp_path / "log").read_text()
+    finally:
+        processes.end(process)
 
 
 def test_the_version_is_shown():
