@@ -95,7 +95,7 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
     if where == "in_this_process":
         request.getfixturevalue(where)
     file = tmp_path / "rollout.json"
-    line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 8,4 --repeats 2"
+    line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 24,12 --rank 8,4 --repeats 2"
     names = ["bf16_merged", "qerl_nvfp4, rank 8", "qerl_nvfp4, rank 4"]
     engine = {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
     options = [
@@ -107,18 +107,18 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
         json.dumps(engine),
         "--interleave",
     ]
-    options += ["--lengths", "lognormal:10,0.8,35"]
+    options += ["--lengths", "lognormal:6,0.8,20"]
     cli.app([*line.split(), *options], standalone_mode=False)  # vLLM needs a standard output that is a file
     printed, noted = capfd.readouterr()
     result = json.loads(file.read_text())
     assert result["engine"] == engine and result["interleaved"] is True and list(result["arms"]) == names
     assert {"gpu", "versions", "commit", "date", "command"} <= set(result)
-    assert result["cached_tokens"] == 64 * 48, "the prefill is the most"
+    assert result["cached_tokens"] == 64 * 32, "the prefill is the most"
     gib = cpu.GiB_bytes if where == "in_this_process" else 2**30
     for found in result["arms"].values():
         assert found["kv_cache_tokens"] * 2 * 2 * 64 * 2 == gib, "VLLM_CPU_KVCACHE_SPACE; keys and values, 2 layers"
         rows = found["batch"]
-        assert {key: (row["input"], row["output"]) for key, row in rows.items()} == {"1": (8, 40), "3": (8, 20)}
+        assert {key: (row["input"], row["output"]) for key, row in rows.items()} == {"1": (8, 24), "3": (8, 12)}
         for row in (*rows.values(), found["prefill"]):
             assert len(row["seconds"]) == 2 and row["tokens_per_s"] > 0 and row["spread"] >= 0
         for key, row in rows.items():
@@ -129,7 +129,7 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
             assert min(row["prefill_seconds"]) > 0
             if where == "in_this_process":
                 assert (row["prefill_seconds"], row["seconds"]) == ([1.0] * 2, [row["output"] * 1.0] * 2)
-    drawn = {batch: lengths.draw("lognormal:10,0.8,35", int(batch)) for batch in ("1", "3")}
+    drawn = {batch: lengths.draw("lognormal:6,0.8,20", int(batch)) for batch in ("1", "3")}
     assert {batch: found["each"] for batch, found in result["lengths"]["batch"].items()} == drawn
     for found in result["arms"].values():
         for batch, row in found["uneven"].items():

@@ -15,7 +15,7 @@ from qerl_recipes.tasks import running_sum
 from qerl_recipes.train import run
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-FEW = ("--per_device_train_batch_size", "16", "--num_generations", "4")
+FEW = ("--per_device_train_batch_size", "8", "--num_generations", "4")
 
 
 @pytest.fixture
@@ -66,16 +66,16 @@ def test_the_starting_model_calls_its_tool_and_the_printed_command_plays_held_ou
         for split in ("train", "test"):
             (tmp_path / f"{split}.jsonl").write_text("".join(rows))
         data = ["--dataset_name", str(tmp_path), "--dataset_size", "64"]
-    first, second = trained(name, 2, *data, "--per_device_train_batch_size", "64")
+    first, second = trained(name, 2, *data, "--per_device_train_batch_size", "32")
     assert calls[0] < first["tool_calls"] < calls[1] and first["turns"] > 1.5 and first["tool_failures"] < 0.5
     assert 0 < first["reward"] < 0.6 and first["frac_reward_zero_std"] < 1 and second["logp_diff_mean"] < 0.03
     (printed,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("  qerl evaluate "))
-    cli.app([*shlex.split(printed)[1:], "--max_samples", "24", "--temperature", "1"], standalone_mode=False)
+    cli.app([*shlex.split(printed)[1:], "--max_samples", "12", "--temperature", "1"], standalone_mode=False)
     printed = capfd.readouterr().out
     result = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert "mean reward" in printed
     for figures in result["tasks"][task].values():
-        assert figures["n"] == 24 and 0.2 < figures["calls"] < 5 and 0 <= figures["reward"]["value"] < 0.7
+        assert figures["n"] == 12 and 0.2 < figures["calls"] < 5 and 0 <= figures["reward"]["value"] < 0.7
     lines = [json.loads(line) for line in (tmp_path / "evaluation" / "answers.jsonl").read_text().splitlines()]
     starts = [[line["prompt"] for line in lines if line["model"] == model] for model in ("base", "adapter")]
     assert starts[0] == starts[1]
@@ -97,7 +97,7 @@ def test_a_run_goes_on_without_the_environments_that_die(trained, tmp_path, monk
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     there = ("--environments", "deadly.Deadly", "--environment_python", sys.executable)
-    first, second = trained("higher_lower", 2, "--per_device_train_batch_size", "8", "--num_generations", "4", *there)
+    first, second = trained("higher_lower", 2, *FEW, *there)
     lost = [record.message for record in caplog.records if "process has ended (code 1) in guess" in record.message]
     assert lost and first["tool_failures"] > 0 and second["reward"] > 0, "the next rollout has all environments again"
 
