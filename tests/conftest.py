@@ -89,14 +89,21 @@ def light_engines() -> Iterator[None]:
     vLLM inspects model classes in a new process, to avoid initializing CUDA. That process imports all of vLLM again,
     which takes 12 CPU seconds an architecture and xdist worker on a machine whose user has no cache of the results.
     Every engine writes zeros to its KV cache of a GiB, and looks through all modules for Triton's kernels, though the
-    first has replaced them. These take half a second an engine.
+    first has replaced them. These take half a second an engine. Every engine and trainer also reads the metadata of all
+    installed packages again, for plugins and for what is installed, and every unwrapping looks through the model for
+    compiled parts. These take a tenth of a short training.
     """
+    import accelerate.utils.imports
+    import accelerate.utils.other
     from vllm.model_executor.models import registry
     from vllm.platforms import cpu, current_platform
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         patch.setattr(cpu, "GiB_bytes", 1 << 25)
+        for module, name in ((importlib.metadata, "entry_points"), (accelerate.utils.imports, "_is_package_available")):
+            patch.setattr(module, name, functools.cache(getattr(module, name)))
+        patch.setattr(accelerate.utils.other, "has_compiled_regions", lambda model: False)
         replace = current_platform.register_triton_kernel_overrides
         if replace is not None:  # older releases have no such method
             patch.setattr(current_platform, "register_triton_kernel_overrides", functools.cache(replace))
