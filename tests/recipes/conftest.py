@@ -164,7 +164,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
                 attn_implementation=attention,
                 reward_funcs=reward if isinstance(reward, list) else [reward],
                 run=describe(args, base, data, start=start_hash),
-                eval_dataset=problems(8, 1) if args.eval_strategy != "no" else None,
+                eval_dataset=problems(4, 1) if args.eval_strategy != "no" else None,
                 **arguments,
             )
         made.append(trainer.vllm_generation)

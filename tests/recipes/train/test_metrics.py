@@ -102,6 +102,7 @@ def silent_run(make_module_trainer, make_nvfp4):
         eval_strategy="steps",
         eval_steps=5,
         eval_on_start=True,
+        num_generations_eval=2,
         save_strategy="steps",
         save_steps=0.1,
         disable_tqdm=False,
@@ -125,7 +126,7 @@ def test_an_evaluation_has_a_line_after_its_step(silent_run):
     assert kinds == [(0, True), *steps[:5], (5, True), *steps[5:], (10, True)]
     for line in (line for line in lines if "eval/reward" in line):
         assert all(key == "step" or key.startswith("eval/") for key in line)
-        assert (line["eval/reward"], line["eval/rewards/half/mean"], line["eval/problems"]) == (0.5, 0.5, 8)
+        assert (line["eval/reward"], line["eval/rewards/half/mean"], line["eval/problems"]) == (0.5, 0.5, 4)
         assert 0 < line["eval/completion_length"] <= 12
     assert {"loss", "reward", "grad_norm"} <= lines[1].keys()
 
