@@ -358,6 +358,7 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_swap_is_measured_with_its_parts(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap, "REPEATS", 15)  # so many that other processes leave one of them alone
+    monkeypatch.setattr(swap, "SEQUENCES", 1)  # before each change so many prompts are computed
     (found,) = swap.run("tiny", rank=16)["ways"].values()
     for what in ("swap", "noise"):
         assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]

@@ -89,7 +89,6 @@ def test_rows_are_what_the_server_sampled_over_turns(threshold, play, served):
     assert ((True, True) if threshold > 1 else (False, True)) in ways, "sampled before a tool's answer, and after it"
 
 
-@pytest.mark.timeout(60)
 def test_a_prompt_that_the_server_refuses_ends_the_run_with_its_words(play):
     (row,) = calling.prompts(1)
     row["prompt"][0]["content"] *= 30
