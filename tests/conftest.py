@@ -104,6 +104,7 @@ def light_engines() -> Iterator[None]:
         for module, name in ((importlib.metadata, "entry_points"), (accelerate.utils.imports, "_is_package_available")):
             patch.setattr(module, name, functools.cache(getattr(module, name)))
         patch.setattr(accelerate.utils.other, "has_compiled_regions", lambda model: False)
+        assert accelerate.utils.imports.is_peft_available()  # remembered before a test hides packages
         replace = current_platform.register_triton_kernel_overrides
         if replace is not None:  # older releases have no such method
             patch.setattr(current_platform, "register_triton_kernel_overrides", functools.cache(replace))
