@@ -91,7 +91,7 @@ def test_the_page_leads_from_each_figure_to_machine_commit_date_and_command():
         assert (commit, date) == (data["commit"], data["date"]), name
         assert data["gpu"] in machines[on] and f"torch {data['versions']['torch']}" in machines[on], name
     runs = {}
-    for command, found in re.findall(r"^\* (.*): (\d+ (?:H\d|two H).*)$", provenance, flags=re.M):
+    for command, found in re.findall(r"^\* (.*): (\d+ (?:CPU|H\d|two H).*)$", provenance, flags=re.M):
         runs |= {run.partition(" ")[0]: (command, run.partition(" ")[2]) for run in re.split(r"; (?=\d+ )", found)}
     for row in PRINTED:
         (key,) = re.findall(re.escape(f"* {row['figure']}: **{row['value']}** [") + r"(\d+)]", body)

