@@ -18,10 +18,9 @@ CURVES, COMPARISONS, CONFIGURATIONS = "curves_best.png", "comparisons.csv", "con
 SMOOTHING = 5  # steps of the running mean in a plot
 SCHEDULES = ("sigma", "learning_rate")  # drawn as they are, since they are set
 OF_CLAIMS = (
-    f"A claim is supported if the t test, corrected by Holm over the study's claims, is below {100 * ALPHA:.0f} % in "
-    "that direction. It is not supported if the 95 % interval excludes an effect of the planned margin, and "
-    "inconclusive otherwise. Where a loss of at most the margin is claimed, the interval alone decides. *t test only* "
-    "means that the exact test of sign flips, which assumes no normal differences, does not say so."
+    f"Supported: the t test, corrected by Holm over the study's claims, is below {100 * ALPHA:.0f} % that way. "
+    "Not supported: the 95 % interval excludes the planned margin. Inconclusive: neither. Where a loss of at most the "
+    "margin is claimed, the interval alone decides. †: the t test only; the exact test of sign flips does not say so."
 )
 
 
@@ -32,8 +31,11 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
     # reward and judge read the last number of an answer that does not end all the same
     named_cut = ", ".join(_seeds_cut(arm, shares) for arm, shares in cut(values).groupby(level=0, sort=False))
     if named_cut:
-        also = f"; {COMPARISONS} has the comparisons without them" if study.comparisons else ""
-        named_cut = f"Runs that end with more than {percent(CUT)} of their completions cut: {named_cut}{also}"
+        also = f"; {COMPARISONS} also leaves them out" if study.comparisons else ""
+        named_cut = f"More than {percent(CUT)} of completions cut at the end: {named_cut}{also}."
+    tables = f"[Metrics]({CONFIGURATIONS})"
+    if len(found):
+        tables = f"[Comparisons and claims]({COMPARISONS}), [metrics]({CONFIGURATIONS})"
     if answer := answered(study, values, found):
         lines += [answer, ""]
     lines += [*_comparisons(study, values, found), ""]
@@ -43,9 +45,8 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
         f"*Mean and range of the seeds, {SMOOTHING}-step running means.*",
         "",
         " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
-        *([f"{named_cut}."] if named_cut else []),
-        *([f"Every comparison and claim: [{COMPARISONS}]({COMPARISONS})."] if len(found) else []),
-        f"Every metric: [{CONFIGURATIONS}]({CONFIGURATIONS}). To run it: `qerl study {file}`.",
+        *([named_cut] if named_cut else []),
+        f"{tables}. To repeat: `qerl study {file}`.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -62,13 +63,15 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
     planned = found[found.kind == PLANNED]
     if planned.empty:
         means = {names[arm]: _accuracies(study, values, names[arm]) for arm in study.arms if arm in names}
-        return markdown(pd.DataFrame({"configuration": means.keys(), "accuracy": means.values()}))
-    shown = pd.DataFrame({"a": planned.a, "b": planned.b, "seeds": planned.seeds.astype(int)})
+        return markdown(pd.DataFrame({"configuration": means.keys(), "accuracy, %": means.values()}))
+    shown = pd.DataFrame({"a": planned.a, "b": planned.b})
+    if planned.seeds.nunique() > 1:
+        shown["seeds"] = planned.seeds.astype(int)
     for side in ("a", "b"):
-        shown[f"accuracy of {side}"] = [_accuracies(study, values, label) for label in planned[side]]
+        shown[f"accuracy {side}, %"] = [_accuracies(study, values, label) for label in planned[side]]
     if CALLS in values:
         for side in ("a", "b"):
-            shown[f"calls a problem of {side}"] = [_before_and_after(study, values, CALLS, of) for of in planned[side]]
+            shown[f"calls {side}"] = [_before_and_after(study, values, CALLS, of) for of in planned[side]]
     bound = study.afterwards.two_states
     if bound is None:
         shown["a - b, points (95 %)"] = [points(row) for row in planned.to_dict("records")]
@@ -82,25 +85,24 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
 
 def _how_compared(study: Study, values: pd.DataFrame) -> str:
     """Return how the table of comparisons was made, and what its seeds can show."""
-    made = len(study.comparisons)
-    many = f"p is corrected by Holm over {made} comparisons" if made > 1 else "it is the only comparison planned"
-    text = f"Accuracy{' and calls are' if CALLS in values else ' is'} given before → after training."
+    found, made = comparisons(study, values), len(study.comparisons)
+    seeds, spreads = max(c.seeds for c in found), sorted(pd.Series(c.differences).std() for c in found)
+    holm_over = f", Holm over {made} comparisons" if made > 1 else ""
+    text = f"Before→after training{f', {seeds} seeds' if len({c.seeds for c in found}) == 1 else ''}"
     if study.sweep is not None:
-        text += f" Each configuration is at its best {study.sweep.key} (@)."
+        text += f", each configuration at its best {study.sweep.key} (@)"
     if study.afterwards.two_states is not None:
         return (
-            f"{text} Fisher's exact test compares the counts. It was chosen afterwards: runs end in two states, which "
-            f"the planned t test does not fit; {many}."
+            f"{text}. Fisher's exact test of the counts{holm_over}, chosen afterwards: runs end in two states, which "
+            "the planned t test does not fit."
         )
-    found = comparisons(study, values)
-    seeds, spreads = max(c.seeds for c in found), sorted(pd.Series(c.differences).std() for c in found)
-    text += f" The t test is paired by seed; {many}."
+    text += f". Paired t test{holm_over}."
     if any(c.verdict().endswith(T_ONLY) for c in found):
-        text += f" The exact test cannot go below {2.0 ** (1 - seeds):.2g} with {seeds} seeds."
+        text += f" The exact test cannot go below {2.0 ** (1 - seeds):.2g}."
     if any(study.settled(study.arms[arm]).get("quantization") == "bf16" for pair in study.comparisons for arm in pair):
-        text += f" BF16 reruns differ as seeds do; {COMPARISONS} has unpaired intervals."
+        text += f" BF16 reruns differ as seeds do: {COMPARISONS} has unpaired intervals."
     least = 100 * visible(spreads[len(spreads) // 2], seeds, made)
-    return f"{text} {percent(POWER)} of such studies would find a true difference of {least:.1f} points."
+    return f"{text} Detectable at {percent(POWER)} power: {least:.1f} points."
 
 
 def percent(share: float) -> str:
@@ -109,22 +111,21 @@ def percent(share: float) -> str:
 
 
 def _accuracies(study: Study, values: pd.DataFrame, label: str) -> str:
-    shown = _before_and_after(study, values, ACCURACY, label, 100)
-    return f"{shown} %" if shown else "not evaluated"
+    return _before_and_after(study, values, ACCURACY, label, 100) or "not evaluated"
 
 
 def _before_and_after(study: Study, values: pd.DataFrame, metric: str, label: str, scale: int = 1) -> str:
     """Return an arm's mean of a metric before and after training; nothing without one after."""
     before, after = (of_arm(values, name, label, study.seeds).mean() for name in (f"base_{metric}", metric))
     parts = [f"{scale * value:.{1 if scale > 1 else 2}f}" for value in (before, after) if pd.notna(value)]
-    return " → ".join(parts) if pd.notna(after) else ""
+    return "→".join(parts) if pd.notna(after) else ""
 
 
 def _taken(study: Study) -> list[str]:
     """Name the configurations that another study has run."""
     if study.taken is None:
         return []
-    pairs = ", ".join(f"{arm} is {label}" for arm, label in study.taken.arms.items())
+    pairs = ", ".join(arm if arm == label else f"{arm} is {label}" for arm, label in study.taken.arms.items())
     return [f"Taken from {study.taken.study}, which has made the same runs: {pairs}."]
 
 
@@ -136,7 +137,8 @@ def progress(study: Study, rows: pd.DataFrame, values: pd.DataFrame) -> str:
 
 
 def _cost(by_device: Mapping[str, float]) -> list[str]:
-    return [f"{value:.1f} {device.removeprefix('NVIDIA ')}-hours" for device, value in sorted(by_device.items())]
+    short = {device: device.removeprefix("NVIDIA ").split()[0] for device in sorted(by_device)}
+    return [f"{by_device[device]:.1f} {name}-hours" for device, name in short.items()]
 
 
 def points(row: Mapping[str, float]) -> str:
@@ -213,14 +215,14 @@ def overview(
     lines = [
         "# Studies",
         "",
-        "A study trains configurations of one recipe with several seeds and compares their accuracy, paired by seed. "
-        "Plans (`NAME.yaml`) were written before their runs; what was added once the results were known stands under "
-        f"`afterwards`. The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
+        "Read what each study found, and repeat any of them. A study trains configurations of one recipe with several "
+        "seeds. Plans (`NAME.yaml`) were written before their runs; what was added once results were known stands "
+        f"under `afterwards`. The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
         "",
         "```bash",
         f"qerl study {example} --dry-run  # the plan: configurations, runs, tests",
         f"qerl study {example} --jobs 4  # on a GPU; stopped at any time, the same command goes on",
-        f"qerl study {where}  # run nothing: every page anew from the tables",
+        f"qerl study {where}  # runs nothing: every page anew from the tables",
         "```",
         "",
         "## What was found",
@@ -261,9 +263,8 @@ def _claims(
     said = []
     for claim, of in rows.groupby("claim", sort=False) if len(rows) else ():
         by_verdict = of.groupby("verdict").study.agg(", ".join)
-        said.append(
-            {"claim": claim, "verdict": "; ".join(f"{verdict}: {names}" for verdict, names in by_verdict.items())}
-        )
+        verdicts = (f"{verdict.replace(T_ONLY, '†')}: {names}" for verdict, names in by_verdict.items())
+        said.append({"claim": claim, "verdict": "; ".join(verdicts)})
     said += [{"claim": claim, "verdict": f"not tested: {why}"} for claim, why in untested.items()]
     return ["## Planned claims", "", *markdown(pd.DataFrame(said)), "", OF_CLAIMS]
 
