@@ -9,7 +9,8 @@ adapters are refused.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    try:
+    with _named_damage(file):
         return {name: read_tensor(header) for name, header in read_header(file).items()}
+
+
+@contextmanager
+def _named_damage(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (CheckpointError, OSError) as error:
         text = str(error).replace(DOWNLOAD_AGAIN, "save the adapter again")
         raise AdapterError(f"{file.parent} is damaged: {text}") from error
@@ -180,8 +187,8 @@ def check_before_load(folder: str | Path, base: Path | None, max_rank: int) -> N
 def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:
     """Raise AdapterError for an adapter that vLLM would not serve as it was trained.
 
-    That is one of another checkpoint than ``base`` (not checked if None), one with trained norms, or one with a config
-    whose product vLLM would not compute. ``max_rank`` is the engine's ``max_lora_rank``.
+    That is one of another checkpoint than ``base`` (not checked if None), one with trained norms, a damaged one, or one
+    with a config whose product vLLM would not compute. ``max_rank`` is the engine's ``max_lora_rank``.
     """
     if base is not None:
         check_base(folder, base)
@@ -192,6 +199,9 @@ def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:
             f'{{"policy_adapter": {{"rank": R, "path": "{folder}"}}}}}}, or use `qerl evaluate`, Policy.swap_folder or '
             "`qerl export --merge`"
         )
+    if (folder / ADAPTER_FILE).is_file():  # vLLM also reads a file of torch's
+        with _named_damage(folder / ADAPTER_FILE):
+            read_header(folder / ADAPTER_FILE)
     try:  # vLLM has LoRA slots for experts and reads the tensors that PEFT saves under target_parameters
         check_config(read_config(folder), max_rank, besides=("target_parameters",))
     except AdapterError as error:

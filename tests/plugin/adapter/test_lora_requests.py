@@ -73,7 +73,12 @@ def narrow(found, name):
     found[name] = found[name][:, :-1].contiguous()
 
 
+def cut(folder):
+    (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:-50])
+
+
 LEFT_OUT = {
+    "cut": (cut, r"adapter is damaged: .*truncated: .*save the adapter again"),
     "trained_norms": (norms, r"trained norms .*\"path\": .*qerl evaluate"),
     "another_base": (of_another_base, "trained on another base \\(/models/another\\)"),
     "layers": (of_a_deeper_model, r"adapts model\.layers\.7\.mlp\.down_proj \(and 2 more\).*no LoRA slot"),
