@@ -1,1 +1,1 @@
-"""Run `qerl demo`, and make the starting models of the demo and of the SmolLM2 recipes."""
+"""Run `qerl demo`, and make the starting models of the SmolLM2 recipes."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
+from qerl_recipes import SHIPPED
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_recipes.evaluate import report
 from qerl_recipes.machine import processes
-from qerl_recipes.recipe.file import SHIPPED
 
 RECIPES = SHIPPED / "demo"
 MARK = "demo.json"  # marks the folder of a demo, which the next demo may replace

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 from trl import TrlParser
 
+from qerl_recipes import SHIPPED
 from qerl_recipes.recipe.keys import (
     BELONGS_ELSEWHERE,
     FORMER_KEYS,
@@ -32,8 +33,6 @@ from qerl_recipes.recipe.keys import (
 )
 from qerl_vllm_plugin.wire.address import HIDDEN, hidden
 
-PACKAGE = Path(__file__).parents[1]
-SHIPPED = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.parent / "recipes"  # a wheel; a checkout
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
 DESCRIPTION = (
     "Every key of a recipe is also a flag, which wins over the recipe. "

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from qerl_recipes.recipe.file import SHIPPED
+from qerl_recipes import SHIPPED
 from qerl_recipes.tasks.generators import Generator, Problem
 
 TERMS = (4, 5, 6)

@@ -88,7 +88,6 @@ def _check_what_is_read(
     """Run the checks around the method by which vLLM's WorkerLoRAManager reads an adapter before its first request."""
     from vllm.lora.utils import get_adapter_absolute_path
 
-    from qerl_vllm_plugin.adapter.folder import EXPERTS
     from qerl_vllm_plugin.compat.engine import checkpoint_folder
 
     read, layers = manager._load_adapter, manager._adapter_manager
@@ -102,7 +101,7 @@ def _check_what_is_read(
             check_folder(folder, checkpoint_folder(vllm_config), manager.lora_config.max_lora_rank)
         lora = read(request)
         check_modules(folder, lora.loras, slots)
-        pairs = {name: (weights.lora_a, weights.lora_b) for name, weights in lora.loras.items() if EXPERTS not in name}
+        pairs = {name: (weights.lora_a, weights.lora_b) for name, weights in lora.loras.items()}
         check_tensors(folder, pairs, lora.rank, sizes)
         return lora
 

@@ -312,12 +312,19 @@ def scripted() -> Iterator[None]:
     manager.unregister(scripted_rollouts)
 
 
+@pytest.fixture
+def admin_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the admin token of the servers of ``serve_policy``."""
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+    monkeypatch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
+
+
 @pytest.fixture(scope="package")
 def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Return serve_policy(model, port, *options, rank=4, **environment), which starts a server with /v1/qerl.
 
     It returns the process, which ends with all tests of recipes; the log is at ``process.log``. A trainer that uses
-    the server needs QERL_ADMIN_TOKEN in its environment, and this fixture sets it.
+    the server needs ``admin_token``.
     """
     import subprocess
 
@@ -341,9 +348,6 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         started.append(process)
         return process
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_ADMIN_TOKEN", TOKEN)
-        patch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
-        yield start
+    yield start
     for process in started:
         processes.end(process)

@@ -31,7 +31,7 @@ def test_older_names_are_read_as_todays(older):
 
 def test_a_resumed_run_writes_todays_names(older):
     file = MetricsFile(older.parent)
-    file.restart(1)
+    file.restart(read_metrics(older)[:2])
     file.append(TODAYS[2])
     assert [json.loads(line) for line in older.read_text().splitlines()] == TODAYS
 

@@ -1,4 +1,4 @@
-"""Test what this package adds to TRL's AsyncGRPO; over_http/test_async_grpo.py plays on a server."""
+"""Test what this package adds to TRL's AsyncGRPO; served/test_async_grpo.py plays on a server."""
 
 import asyncio
 from types import SimpleNamespace

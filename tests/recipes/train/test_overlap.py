@@ -1,4 +1,4 @@
-"""Test training on one rollout while the next one is computed; over_http/test_server.py has the server."""
+"""Test training on one rollout while the next one is computed; served/test_server.py has the server."""
 
 import threading
 from pathlib import Path

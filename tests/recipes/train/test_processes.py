@@ -128,6 +128,7 @@ def test_processes_with_one_engine_take_different_numbers_of_turns(
 
 @pytest.mark.slow
 @pytest.mark.integration
+@pytest.mark.usefixtures("admin_token")
 def test_two_processes_push_to_a_server_once(
     write_recipe, run_process, read_metrics, serve_policy, make_nvfp4, hold_port, tmp_path
 ):
@@ -151,6 +152,7 @@ def test_two_processes_push_to_a_server_once(
 
 @pytest.mark.slow
 @pytest.mark.integration
+@pytest.mark.usefixtures("admin_token")
 def test_two_processes_a_rollout_ahead_meet_the_same_prompts(
     write_recipe, run_process, read_metrics, serve_policy, make_nvfp4, hold_port, tmp_path
 ):

@@ -30,6 +30,11 @@ RUN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def with_the_token(admin_token):
+    """Let each test know the server's token."""
+
+
 @pytest.fixture(scope="package")
 def running(serve_policy, make_nvfp4, hold_port, tmp_path_factory):
     """Start a server of the tiny model with a chat template.
