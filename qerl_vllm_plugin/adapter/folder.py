@@ -9,7 +9,7 @@ adapters are refused.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,8 +178,12 @@ def check_before_load(folder: str | Path, base: Path | None, max_rank: int) -> N
     _check_files(folder)
     if base is not None:
         check_base(folder, base)
+    _check_config(folder, max_rank)
+
+
+def _check_config(folder: Path, max_rank: int, besides: Collection[str] = ()) -> None:
     try:
-        check_config(read_config(folder), max_rank)
+        check_config(read_config(folder), max_rank, besides)
     except AdapterError as error:
         raise AdapterError(f"{folder}: {error}") from error
 
@@ -202,10 +206,8 @@ def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:
     if (folder / ADAPTER_FILE).is_file():  # vLLM also reads a file of torch's
         with _named_damage(folder / ADAPTER_FILE):
             read_header(folder / ADAPTER_FILE)
-    try:  # vLLM has LoRA slots for experts and reads the tensors that PEFT saves under target_parameters
-        check_config(read_config(folder), max_rank, besides=("target_parameters",))
-    except AdapterError as error:
-        raise AdapterError(f"{folder}: {error}") from error
+    # vLLM has LoRA slots for experts and reads the tensors that PEFT saves under target_parameters
+    _check_config(folder, max_rank, besides=("target_parameters",))
 
 
 def check_modules(folder: Path, adapted: Iterable[str], slots: Iterable[str]) -> None:
