@@ -333,7 +333,7 @@ def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
         needs_sleep = as_bf16["planned_bytes"] > (1 - SPARE_OF_A_PLAN) * (memory or gpu.memory)
         loaded = trainer_weights(measure(work.config()), "bf16", shared=False) + TRL_BYTES
         keys, room = as_bf16["recipe"], ((memory or gpu.memory) - loaded) / gpu.memory
-        if SHARE in keys and SHARE not in asked:
+        if SHARE not in asked:
             keys[SHARE] = f"{min(float(keys[SHARE]), room):.4f}"
     sizes = (size for size in range(work.sequences, 0, -1) if work.sequences % size == 0)
     batch = work.micro_batch or next(size for size in sizes if size == 1 or size * work.length <= MOST_TRL_TOKENS)
