@@ -11,7 +11,7 @@ import pandas as pd
 
 from qerl_recipes.study.plan import SWEEP_GAIN, Study, StudyError
 from qerl_recipes.study.results import ACCURACY, CUT, PLANNED, comparisons, counted, cut, hours, labels, of_arm
-from qerl_recipes.study.statistics import ALPHA, POWER, T_ONLY, compare, holm, visible
+from qerl_recipes.study.statistics import ALPHA, NOT_SIGNIFICANT, POWER, T_ONLY, compare, holm, visible
 
 CALLS = "calls"  # of tools, the mean of an episode
 CURVES, COMPARISONS, CONFIGURATIONS = "curves_best.png", "comparisons.csv", "configurations.csv"
@@ -19,8 +19,8 @@ SMOOTHING = 5  # steps of the running mean in a plot
 SCHEDULES = ("sigma", "learning_rate")  # drawn as they are, since they are set
 OF_CLAIMS = (
     f"Supported: the t test, corrected by Holm over the study's claims, is below {100 * ALPHA:.0f} % that way. "
-    "Not supported: the 95 % interval excludes the planned margin. Inconclusive: neither. Where a loss of at most the "
-    "margin is claimed, the interval alone decides. †: the t test only; the exact test of sign flips does not say so."
+    "Not supported: the 95 % interval excludes the planned margin. Of a loss of at most the margin, the interval alone "
+    "decides. †: the t test only; the exact test of sign flips does not say so."
 )
 
 
@@ -78,9 +78,14 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
     else:
         for side in ("a", "b"):
             shown[f"runs of {side} above {percent(bound)}"] = planned[f"above_{side}"].astype(int)
-    shown["p (Holm)"] = planned.p_holm.map("{:.3f}".format)
-    shown["a is"] = planned.verdict
+    shown["p (Holm)"] = [_p(row.p_holm, row.verdict) for row in planned.itertuples()]
     return [*markdown(shown), "", _how_compared(study, values)]
+
+
+def _p(corrected: float, verdict: str) -> str:
+    """Return a corrected p: bold where it is significant, with a dagger where the exact test does not say so."""
+    shown = f"{corrected:.3f}"
+    return shown if verdict == NOT_SIGNIFICANT else f"**{shown}**{'†' * verdict.endswith(T_ONLY)}"
 
 
 def _how_compared(study: Study, values: pd.DataFrame) -> str:
@@ -96,11 +101,9 @@ def _how_compared(study: Study, values: pd.DataFrame) -> str:
             f"{text}. Fisher's exact test of the counts{holm_over}, chosen afterwards: runs end in two states, which "
             "the planned t test does not fit."
         )
-    text += f". Paired t test{holm_over}."
+    text += f". Paired t test{holm_over}; below {percent(ALPHA)} in bold."
     if any(c.verdict().endswith(T_ONLY) for c in found):
-        text += f" The exact test cannot go below {2.0 ** (1 - seeds):.2g}."
-    if any(study.settled(study.arms[arm]).get("quantization") == "bf16" for pair in study.comparisons for arm in pair):
-        text += f" BF16 reruns differ as seeds do: {COMPARISONS} has unpaired intervals."
+        text += f" †: the exact test cannot go below {2.0 ** (1 - seeds):.2g}."
     least = 100 * visible(spreads[len(spreads) // 2], seeds, made)
     return f"{text} Detectable at {percent(POWER)} power: {least:.1f} points."
 
@@ -216,11 +219,11 @@ def overview(
         "# Studies",
         "",
         "Read what each study found, and repeat any of them. A study trains configurations of one recipe with several "
-        "seeds. Plans (`NAME.yaml`) were written before their runs; what was added once results were known stands "
-        f"under `afterwards`. The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
+        "seeds. Plans (`NAME.yaml`) were written before their runs, but for what stands under `afterwards`. "
+        "Runs in BF16 do not repeat bit for bit: each comparisons.csv has unpaired intervals too. "
+        f"The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
         "",
         "```bash",
-        f"qerl study {example} --dry-run  # the plan: configurations, runs, tests",
         f"qerl study {example} --jobs 4  # on a GPU; stopped at any time, the same command goes on",
         f"qerl study {where}  # runs nothing: every page anew from the tables",
         "```",
@@ -253,20 +256,21 @@ def _significant(tables: Mapping[Path, pd.DataFrame], planned: int) -> str:
 def _claims(
     found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]], tables: Mapping[Path, pd.DataFrame]
 ) -> list[str]:
-    """Return the planned claims, each with what every study says of it."""
+    """Return the planned claims by verdict, each with the studies that say so."""
     rows = pd.concat(
         [of[of.kind == "claim"].assign(study=file.stem) for file, of in tables.items()] or [pd.DataFrame()]
     )
     untested = {claim: why for study, *_ in found.values() for claim, why in study.afterwards.untested.items()}
     if rows.empty and not untested:
         return []
-    said = []
-    for claim, of in rows.groupby("claim", sort=False) if len(rows) else ():
-        by_verdict = of.groupby("verdict").study.agg(", ".join)
-        verdicts = (f"{verdict.replace(T_ONLY, '†')}: {names}" for verdict, names in by_verdict.items())
-        said.append({"claim": claim, "verdict": "; ".join(verdicts)})
-    said += [{"claim": claim, "verdict": f"not tested: {why}"} for claim, why in untested.items()]
-    return ["## Planned claims", "", *markdown(pd.DataFrame(said)), "", OF_CLAIMS]
+    said: dict[str, list[str]] = {}
+    for (verdict, claim), of in rows.groupby(["verdict", "claim"], sort=False) if len(rows) else ():
+        said.setdefault(verdict.replace(T_ONLY, "†"), []).append(f"{claim} ({', '.join(of.study)})")
+    if untested:
+        said["not tested"] = [f"{claim} ({why})" for claim, why in untested.items()]
+    lists = sorted(said.items(), reverse=True)  # what is supported comes first
+    lines = [line for verdict, claims in lists for line in (f"* {verdict}:", *(f"  * {claim}" for claim in claims))]
+    return ["## Planned claims", "", *lines, "", OF_CLAIMS]
 
 
 def outline(study: Study, file: Path) -> str:
