@@ -77,9 +77,7 @@ def page() -> str:
         " cost model:\n",
         tables.table(random_head, tables.both_regimes(files["random_NVIDIA_H200"])),
         "\n![Speed of the linear kernels relative to cuBLAS BF16](NVIDIA_H200.png)\n",
-        "*[Speed of Qwen2.5's layers](NVIDIA_H200.json) relative to cuBLAS BF16 by number of tokens, each with its"
-        " fastest variant. In brackets: relative to Marlin or Humming, where that is faster than cuBLAS.*\n",
-        tables.layers(files["NVIDIA_H200"]),
+        "*[Speed of Qwen2.5's layers](NVIDIA_H200.json) by number of tokens, each with its fastest variant.*",
         "\n[Where a decode step of 7B goes](profile_7B_NVIDIA_H200.json), by configuration and sequences, 768 tokens of"
         " context:\n",
         tables.decode_step(files["profile_7B_NVIDIA_H200"]),

@@ -332,24 +332,6 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return shapes
 
 
-def layers(result: dict[str, Any]) -> str:
-    """Return speed relative to cuBLAS BF16, and in brackets to the best baseline where that is another kernel.
-
-    Of layers of one shape the first stands for all. The file also has 14B, and more numbers of tokens.
-    """
-    tokens = (1, 8, 64, 256, 1024, 8192)
-    lines: dict[str, list[str]] = {}
-    for shape, rows in by_shape([row for row in result["rows"] if not row["shape"].startswith("14B")]).items():
-        cells = []
-        for us in (row["us"] for row in rows if row["M"] in tokens):
-            to_bf16 = us["bf16"] / us["qerl"]
-            to_best = min(time for name, time in us.items() if name != "qerl") / us["qerl"]
-            cells.append(f"{to_bf16:.2f}" if to_best == to_bf16 else f"{to_bf16:.2f} ({to_best:.2f})")
-        size = f"{rows[0]['N']} x {rows[0]['K']}"
-        lines.setdefault(size, [f"{shape} {size}", *cells])
-    return table(" | ".join(["layer (N x K)", *map(str, tokens)]), lines.values())
-
-
 def decode_step(result: dict[str, Any]) -> str:
     """Return the microseconds that each family of kernels adds to a decode step of 8 and of 256 sequences."""
     cases = [(arm, case) for arm, found in result["arms"].items() for case in found["profile"] if case["batch"] != 64]
