@@ -175,15 +175,13 @@ def test_the_tables_hold_the_figures_of_the_committed_files():
     assert f"{ours[0] / merged[0]:.2f}x as fast at 8 sequences and {ours[1] / merged[1]:.2f}x at 64" in TEXT
 
 
-def test_the_swaps_of_the_page_on_lora_updates_are_the_ledgers():
-    ways = {name: json.loads((RESULTS / f"swap_{name}_NVIDIA_H200.json").read_text())["ways"] for name in SWAPS}
+def test_the_swaps_that_pages_name_are_the_ledgers():
+    of_7b, of_32b = (json.loads((RESULTS / f"swap_{name}_NVIDIA_H200.json").read_text())["ways"] for name in SWAPS)
+    idle, over_http = (f"{1e3 * of_7b[way]['swap']['median']:.1f} ms" for way in ("auto", "http, GPU to GPU"))
+    text = (ROOT / "qerl_vllm_plugin" / "README.md").read_text()
+    assert f"{idle} inside an idle process, and in {over_http} over HTTP from GPU to GPU" in text
     page = (ROOT / "qerl_vllm_plugin" / "lora_updates.md").read_text()
-    shown = [
-        line.strip("| ").split(" | ")[1:] for line in page.splitlines() if line.startswith(("| a GPU", "| the CPU"))
-    ]
-    for cells, way in zip(shown, ("auto", "ipc", "http, GPU to GPU", "shared", "http"), strict=True):
-        times = [1e3 * ways[name][way]["swap"]["median"] if way in ways[name] else None for name in SWAPS]
-        assert cells == ["-" if ms is None else f"{ms:.{int(ms < 20)}f} ms" for ms in times]
+    assert f"{idle.removesuffix(' ms')} to {1e3 * of_32b['http']['swap']['median']:.0f}." in page
     soak = json.loads((RESULTS / "soak_7B_NVIDIA_H200.json").read_text())
     assert (soak["streams"], soak["lost"], soak["wrong"]) == (256, [], [])
     assert f"{soak['changes']} changes: of {soak['answers']:,} answers none" in page
