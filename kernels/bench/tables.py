@@ -112,7 +112,7 @@ def rollouts(files: Files) -> str:
     stay in their files.
     """
     found = {name: of for name, of in of_kind(files, "rollout") if "lengths" not in of}
-    sizes, rows = ("1", "8", "64", "256"), []
+    sizes, rows = ("8", "64", "256"), []
     for name, result in found.items():
         arms = shown(result)
         first = next(iter(arms.values()))
@@ -276,7 +276,7 @@ def soaks(files: Files) -> str:
     """Return what a server under load answered while its policy was swapped every second."""
     rows = []
     for name, result in of_kind(files, "soak"):
-        judged, controls, rates = result["judged"], result["controls"], result["tokens_per_s"]
+        controls, rates = result["controls"], result["tokens_per_s"]
         changes = [(kind.rpartition("=")[2], of) for kind, of in result["change_seconds"].items() if kind != "all"]
         slowest = dict(sorted(changes, key=lambda change: change[1]["p99"]))  # of one kind, the last counts
         shape = on_gpus(result["model"].rpartition(" ")[2], result)
@@ -285,14 +285,13 @@ def soaks(files: Files) -> str:
                 of_file(f"{shape}, {result['streams']} streams, {result['dtype']}", name, result),
                 f"{result['answers']:,}, {result['changes']}",
                 f"{len(result['lost'])}, {len(result['wrong'])}",
-                f"{judged['one policy']:,}, {judged['several policies']:,}",
                 f"{result['worst_difference']:.2g} ({result['tolerance']:g})",
                 f"{controls['told apart']:,} of {controls['judged']:,}",
                 f"{rates['without swaps']:,.0f} / {rates['with swaps']:,.0f}",
                 *(f"{slowest[kind]['p50']:.2f}, {slowest[kind]['p99']:.2f}" for kind in sorted(slowest)),
             ]
         )
-    head = "server | answers, changes | lost, wrong | judged under one, several | log-prob difference (allowed)"
+    head = "server | answers, changes | lost, wrong | log-prob difference (allowed)"
     more = "wrong under another policy | tokens/s without / with swaps | abort | keep | noise | wait"
     return table(f"{head} | {more}", rows)
 

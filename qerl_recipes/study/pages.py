@@ -207,7 +207,7 @@ def markdown(table: pd.DataFrame) -> list[str]:
 def overview(
     folder: Path, found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]], tables: Mapping[Path, pd.DataFrame]
 ) -> str:
-    """Return the page over all studies of a folder: what was found, every claim, and how to run one.
+    """Return the page over all studies of a folder: every question and claim, and how to run one.
 
     ``found`` maps a study's file to its plan, rows and values, ``tables`` to its comparisons if it has a table.
     """
@@ -218,9 +218,9 @@ def overview(
     lines = [
         "# Studies",
         "",
-        "Read what each study found, and repeat any of them. A study trains configurations of one recipe with several "
-        "seeds. Plans (`NAME.yaml`) were written before their runs, but for what stands under `afterwards`. "
-        "Runs in BF16 do not repeat bit for bit: each comparisons.csv has unpaired intervals too. "
+        "Follow a question to the study that answers it, and repeat any of them. A study trains configurations of one "
+        "recipe with several seeds. Plans (`NAME.yaml`) were written before their runs, but for what stands under "
+        "`afterwards`. Runs in BF16 do not repeat bit for bit: each comparisons.csv has unpaired intervals too. "
         f"The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
         "",
         "```bash",
@@ -228,12 +228,10 @@ def overview(
         f"qerl study {where}  # runs nothing: every page anew from the tables",
         "```",
         "",
-        "## What was found",
+        "## Questions",
         "",
     ]
-    for file, (study, _, values) in run.items():
-        first_line = answered(study, values, tables[file]).partition("\n")[0]
-        lines.append(f"* [{file.stem}]({file.stem}/README.md): {first_line or study.question}")
+    lines += [f"* [{file.stem}]({file.stem}/README.md): {study.question}" for file, (study, *_) in run.items()]
     waiting = ", ".join(f"[{file.stem}]({file.name})" for file in found if file not in run)
     lines += [*([f"* Not run yet: {waiting}."] if waiting else []), ""]
     if tables:
