@@ -1,14 +1,12 @@
 """Load the trainer's model: a Hugging Face causal language model whose frozen linears are NVFP4, BF16 or NF4."""
 
-import contextlib
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import init_empty_weights
 from qerl_kernels import nvfp4
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -18,7 +16,7 @@ from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, check_tensors,
 from qerl_vllm_plugin.weights.expected import experts, fused_with
 from qerl_vllm_plugin.weights.families import kept_in_bf16
 from qerl_vllm_plugin.weights.formats import matches
-from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, read_tensor
 
 if TYPE_CHECKING:  # frozen_weights imports vllm
     from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights
@@ -130,22 +128,22 @@ def _load_nvfp4(
         del config.quantization_config  # the linears below are built here: transformers must not look for a quantizer
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    with _Tensors(report) as tensors:
-        if weights is not None:
-            tensors.used |= shared.install(model, weights, dtype)
-        for name, module in list(model.named_modules()):
-            if isinstance(module, torch.nn.Linear) and module.weight.is_meta:
-                _replace_linear(model, name, module, tensors, dtype)
-        for name, module in frozen.dense_experts(model):
-            _load_experts(model, name, module, tensors, dtype)
-        for name, parameter in list(model.named_parameters()):
-            if parameter.is_meta and name in report.tensors:
-                owner, _, leaf = name.rpartition(".")
-                loaded = torch.nn.Parameter(tensors.get(name).to(dtype), requires_grad=False)
-                setattr(model.get_submodule(owner), leaf, loaded)
-        model.tie_weights()
-        missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
-        unused = sorted(report.tensors.keys() - tensors.used - set(model._tied_weights_keys or ()))
+    tensors = _Tensors(report)
+    if weights is not None:
+        tensors.used |= shared.install(model, weights, dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and module.weight.is_meta:
+            _replace_linear(model, name, module, tensors, dtype)
+    for name, module in frozen.dense_experts(model):
+        _load_experts(model, name, module, tensors, dtype)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta and name in report.tensors:
+            owner, _, leaf = name.rpartition(".")
+            loaded = torch.nn.Parameter(tensors.get(name).to(dtype), requires_grad=False)
+            setattr(model.get_submodule(owner), leaf, loaded)
+    model.tie_weights()
+    missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
+    unused = sorted(report.tensors.keys() - tensors.used - set(model._tied_weights_keys or ()))
     unused = [name for name in unused if not name.endswith("rotary_emb.inv_freq")]
     if missing or unused:
         what = f"lacks {missing[0]}" if missing else f"holds {unused[0]}, which the model has no place for"
@@ -231,18 +229,12 @@ def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
     return torch.stack(list(amaxes.values())).amax()
 
 
-class _Tensors(contextlib.ExitStack):
-    """Read the tensors of a checkpoint by name, each from its shard when requested; ``used`` holds their names."""
+class _Tensors:
+    """Read the tensors of a checkpoint by name, each when requested; ``used`` holds their names."""
 
     def __init__(self, report: CheckpointReport) -> None:
-        super().__init__()
-        self.report = report
-        self.used: set[str] = set()
-        self._shards: dict[Path, Any] = {}
+        self.report, self.used = report, set[str]()
 
     def get(self, name: str) -> torch.Tensor:
-        file = self.report.tensors[name].file
-        if file not in self._shards:
-            self._shards[file] = self.enter_context(safe_open(file, framework="pt", device="cpu"))
         self.used.add(name)
-        return self._shards[file].get_tensor(name)
+        return read_tensor(self.report.tensors[name])
