@@ -211,7 +211,24 @@ def kernels(
     seed: Annotated[int, typer.Option(help="seed of --random and --tune")] = 1,
 ) -> None:
     """Time the linear kernels against cuBLAS BF16, Marlin and Humming once they are right (Hopper GPU, checkout)."""
-    scripts = kernel_scripts(output.resolve(), tune, random, seed)
+    if not (KERNELS / "run.py").is_file():
+        raise FileNotFoundError(f"{KERNELS} is missing: the benchmark is part of the source tree; run it from a clone")
+    if tune and random is not None:
+        raise ValueError("--tune and --random are two benchmarks: choose one")
+    if random is not None and random < 1:
+        raise ValueError(f"--random {random}: how many layers and batch sizes to draw; at least 1")
+    output = output.resolve()
+    scripts = [["run.py", "--out", str(output)]]
+    if tune:  # the second sweep tries what the first shows to be good
+        guided = output.with_stem(f"{output.stem}_guided")
+        scripts = [
+            ["tune.py", "--out", str(output), "--seed", str(seed)],
+            ["fit.py", str(output)],
+            ["tune.py", "--out", str(guided), "--seed", str(seed + 1), "--guided"],
+            ["fit.py", str(output), str(guided)],
+        ]
+    if random is not None:
+        scripts[0] += ["--random", str(random), "--seed", str(seed)]
     import torch
 
     from qerl_recipes.machine import processes
@@ -221,33 +238,6 @@ def kernels(
     for script in scripts:
         if code := processes.run([sys.executable, *script], cwd=KERNELS):
             raise typer.Exit(code)
-
-
-def kernel_scripts(output: Path, tune: bool, random: int | None, seed: int) -> list[list[str]]:
-    """Return the scripts of kernels/bench to run one after the other, each with its arguments.
-
-    By default that is the table of layers. With ``random`` so many random layers and numbers of tokens are drawn by
-    ``seed`` instead, twice: up to 256 tokens, and from 257 to 8192. With ``tune`` variants of our own kernel are timed
-    on layers drawn by ``seed``, and the rule that chooses among them is fitted to the times. Raises FileNotFoundError
-    outside of a checkout, and ValueError for choices that exclude each other.
-    """
-    if not (KERNELS / "run.py").is_file():
-        raise FileNotFoundError(f"{KERNELS} is missing: the benchmark is part of the source tree; run it from a clone")
-    if tune and random is not None:
-        raise ValueError("--tune and --random are two benchmarks: choose one")
-    if random is not None and random < 1:
-        raise ValueError(f"--random {random}: how many layers and batch sizes to draw; at least 1")
-    if tune:  # the second sweep tries what the first shows to be good
-        guided = output.with_stem(f"{output.stem}_guided")
-        return [
-            ["tune.py", "--out", str(output), "--seed", str(seed)],
-            ["fit.py", str(output)],
-            ["tune.py", "--out", str(guided), "--seed", str(seed + 1), "--guided"],
-            ["fit.py", str(output), str(guided)],
-        ]
-    if random is not None:
-        return [["run.py", "--out", str(output), "--random", str(random), "--seed", str(seed)]]
-    return [["run.py", "--out", str(output)]]
 
 
 @bench.command("train", context_settings=PASS_THROUGH)

@@ -54,11 +54,6 @@ def longest(cases: Sequence[Case]) -> int:
     return max(case.input + case.output for case in cases)
 
 
-def most_sequences(cases: Sequence[Case]) -> int:
-    """Return how many sequences are computed at a time at most."""
-    return max(*(case.batch for case in cases), PREFILLED)
-
-
 def prefill(cases: Sequence[Case]) -> Case:
     """Return the case that times the prefill alone, on prompts as long as the longest sequence of equal lengths."""
     return Case(PREFILLED, longest([case for case in cases if not case.lengths]) - 1, 1)
@@ -133,7 +128,7 @@ def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
     from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
 
-    arm, rank, cases = request["arm"], request["rank"], _cases(request)
+    arm, rank, cases = request["arm"], request["rank"], [Case(*numbers) for numbers in request["cases"]]
     config = config_json(request["shape"])
     if arm.startswith("stock_nvfp4"):
         from qerl_recipes.convert.quantize import quantization_config
@@ -148,7 +143,7 @@ def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
     llm = random_model.start(
         config,
         length=longest(cases),
-        sequences=most_sequences(cases),
+        sequences=max(*(case.batch for case in cases), PREFILLED),
         scratch=request["scratch"],
         tensor_parallel_size=request["tensor_parallel"],
         logprobs_mode="processed_logprobs",
@@ -180,10 +175,6 @@ def sampling(tokens: int) -> "SamplingParams":
     return SamplingParams(
         max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
     )
-
-
-def _cases(request: Figures) -> list[Case]:
-    return [Case(*numbers) for numbers in request["cases"]]
 
 
 def _cache_tokens(llm: "LLM") -> int:

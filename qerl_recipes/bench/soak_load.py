@@ -168,50 +168,40 @@ async def ask(
     ]
 
 
-async def run_stream(
-    number: int,
-    client: Any,
-    model: str,
-    pool: list[list[int]],
-    seed: int,
-    is_over: Callable[[], bool],
-    received: Received,
-) -> None:
-    """Ask one question after the other until ``is_over()``; put what comes into ``received``."""
-    draw = random.Random(f"{seed}:stream {number}")
-    while not is_over():
-        prompt = draw.choice(pool)
-        length = draw.randint(8, 48) if draw.randrange(8) else draw.randint(200, LONGEST_ANSWER)
-        is_stream = bool(draw.randrange(4))
-        stop_after = draw.randint(1, length // 2) if is_stream and not draw.randrange(CANCELLED) else None
-        n = 1 if draw.randrange(SEVERAL) else SEQUENCES
-        try:
-            answers = await ask(client, model, prompt, length, n, stream=is_stream, stop_after=stop_after)
-        except Exception as error:  # whatever it is, this question has no answer: that is what is looked for
-            received.lost.append(f"{type(error).__name__}: {error}")
-            continue
-        if answers is None:
-            received.cancelled += 1
-        else:
-            received.answers += answers
-
-
 def _ask_until(
     over: Any, started: Any, url: str, model: str, numbers: Sequence[int], pool: list[list[int]], seed: int
 ) -> Received:
     """Run the streams of one process once all have ``started`` until ``over``; return what they received."""
     import openai
 
-    async def run() -> Received:
-        received = Received()
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        streams = (run_stream(number, client, model, pool, seed, over.is_set, received) for number in numbers)
-        await asyncio.gather(*streams)
-        await client.close()
-        return received
+    received = Received()
+
+    async def stream(number: int, client: openai.AsyncOpenAI) -> None:
+        """Ask one question after the other."""
+        draw = random.Random(f"{seed}:stream {number}")
+        while not over.is_set():
+            prompt = draw.choice(pool)
+            length = draw.randint(8, 48) if draw.randrange(8) else draw.randint(200, LONGEST_ANSWER)
+            is_stream = bool(draw.randrange(4))
+            stop_after = draw.randint(1, length // 2) if is_stream and not draw.randrange(CANCELLED) else None
+            n = 1 if draw.randrange(SEVERAL) else SEQUENCES
+            try:
+                answers = await ask(client, model, prompt, length, n, stream=is_stream, stop_after=stop_after)
+            except Exception as error:  # whatever it is, this question has no answer: that is what is looked for
+                received.lost.append(f"{type(error).__name__}: {error}")
+                continue
+            if answers is None:
+                received.cancelled += 1
+            else:
+                received.answers += answers
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            await asyncio.gather(*(stream(number, client) for number in numbers))
 
     started.wait(START)
-    return asyncio.run(run())
+    asyncio.run(run())
+    return received
 
 
 @contextmanager

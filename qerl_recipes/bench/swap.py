@@ -15,6 +15,7 @@ from typing import Any
 
 from qerl_recipes.bench.arms import Figures, answer, ask_once, check_gpus, check_shape, serving
 from qerl_recipes.bench.results import conditions, save
+from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import engine_options
 
@@ -41,8 +42,8 @@ def run(
     check_gpus(tensor_parallel_size)
     if unknown := [name for name in transports if name not in TRANSPORTS] or not transports:
         raise ValueError(f"transport {unknown} is unknown; it is one of {', '.join(TRANSPORTS)}")
-    if "ipc" in transports:
-        _check_ipc()
+    if "ipc" in transports and installed_gpu() is None:
+        raise ValueError("transport ipc needs an NVIDIA GPU; on this machine use shared or http")
     request = {"shape": shape, "rank": rank, "tensor_parallel": tensor_parallel_size}
     ways: dict[str, Figures] = {}
     for kind in dict.fromkeys(_kind(name, tensor_parallel_size) for name in transports):
@@ -55,13 +56,6 @@ def run(
         engine = f"{shape}, rank {rank}, tensor parallel {tensor_parallel_size}, {result['gpu']}, {name}"
         print(f"{engine}: {_line(figures)}")
     return result
-
-
-def _check_ipc() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ValueError("transport ipc needs an NVIDIA GPU; on this machine use shared or http")
 
 
 def _kind(transport: str, ranks: int) -> str:
