@@ -330,18 +330,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
             yield f"an optimizer step had {rows[0]} completions and has {rows[1]} ({formula})"
     if common.issuperset(LENGTH):
         key = LENGTH[0] if max(before[LENGTH[0]], now[LENGTH[0]]) > 0 else LENGTH[1]
-        follows = list(_follows_the_length(now))
+        schedule, noise, follows = now.get("lr_scheduler_type"), now.get("noise_mode", "none"), list[str]()
+        if schedule not in WITHOUT_END or 0 < (now.get("warmup_steps") or 0) < 1:
+            follows.append(f"the learning rate (lr_scheduler_type: {schedule})")
+        if noise != "none":
+            follows.append(f"the noise (noise_mode: {noise})")
         if before[key] != now[key] and follows:
             yield f"{key} was {before[key]} and is {now[key]}, which {' and '.join(follows)} would follow"
-
-
-def _follows_the_length(recipe: Mapping[str, Any]) -> Iterator[str]:
-    warmup = recipe.get("warmup_steps") or 0
-    schedule = recipe.get("lr_scheduler_type")
-    if schedule not in WITHOUT_END or 0 < warmup < 1:
-        yield f"the learning rate (lr_scheduler_type: {schedule})"
-    if recipe.get("noise_mode", "none") != "none":
-        yield f"the noise (noise_mode: {recipe['noise_mode']})"
 
 
 def _shown(value: Any) -> str:

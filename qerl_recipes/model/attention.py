@@ -89,7 +89,17 @@ def attention(
     D = value.shape[-1]
     fits = value.dtype in (torch.bfloat16, torch.float16) and D <= LARGEST_HEAD and D % 8 == 0
     if spans is not None and fits and not options.get("dropout"):
-        return _all_at_once(query, key, value, segments, spans, sliding_window, options.get("scaling")), None
+        if not all(segment.is_first for segment in segments):  # otherwise the keys lie as in the row
+            key, value = (
+                torch.cat([part for parts in _parts(states, segments) for part in parts], dim=2)
+                for states in (key, value)
+            )
+        rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (T, heads, D)
+        # The kernel aligns the causal mask with the last key. That suits a later completion of a prompt, whose queries
+        # belong to the last of its keys.
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        varlen: torch.Tensor = varlen_attn(*rows, *spans, scale=options.get("scaling"), window_size=window, **GROUPED)
+        return varlen[None], None
     parts = [
         [part[0] if len(part) == 1 else torch.cat(part, dim=2) for part in _parts(states, segments)]
         for states in (query, key, value)
@@ -101,31 +111,6 @@ def attention(
             out, _ = sdpa_attention_forward(module, *sequence, mask, **options)
             pieces.append(out if segment.is_first else out[:, segment.prompt :])
     return torch.cat(pieces, dim=1), None
-
-
-def _all_at_once(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Sequence[Segment],
-    spans: Spans,
-    sliding_window: int | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """Compute ``attention`` of all ``segments`` in one call of flash attention.
-
-    It aligns the causal mask with the last key. That suits a later completion of a prompt, whose queries belong to the
-    last of its keys.
-    """
-    if not all(segment.is_first for segment in segments):  # otherwise the keys lie as in the row
-        key, value = (
-            torch.cat([part for parts in _parts(states, segments) for part in parts], dim=2) for states in (key, value)
-        )
-    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (T, heads, D)
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    sizes = (spans.queries, spans.keys, spans.most_queries, spans.most_keys)
-    out: torch.Tensor = varlen_attn(*rows, *sizes, scale=scale, window_size=window, **GROUPED)
-    return out[None]
 
 
 def _parts(states: torch.Tensor, segments: Sequence[Segment]) -> list[list[torch.Tensor]]:

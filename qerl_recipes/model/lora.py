@@ -155,7 +155,9 @@ def _outputs(
     """Return the outputs, (T, N_i) each, of ``x: (T, K)`` and ``s: (T, R)``."""
     parts = s.split([B.shape[1] for B in Bs], dim=1)
     if not isinstance(bases[0], FrozenNVFP4Linear):  # two roundings, as in vLLM's LoRA slots
-        dense = [torch.nn.functional.linear(x, base.weight.to(x.dtype), _bias(base, x.dtype)) for base in bases]
+        biases = [None if base.bias is None else base.bias.to(x.dtype) for base in bases]
+        pairs = zip(bases, biases, strict=True)
+        dense = [torch.nn.functional.linear(x, base.weight.to(x.dtype), bias) for base, bias in pairs]
         return [y.addmm_(part, B.to(x.dtype).t()) for y, part, B in zip(dense, parts, Bs, strict=True)]
     K, R = x.shape[1], s.shape[1]
     whole = wide.widen(x, R)
@@ -186,10 +188,6 @@ def _input_gradient(
         w, factor = _operand(base, dx.dtype)
         dx.addmm_(dy, w, alpha=factor)
     return dx
-
-
-def _bias(base: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if base.bias is None else base.bias.to(dtype)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, factor: float, out: torch.Tensor | None = None) -> torch.Tensor:

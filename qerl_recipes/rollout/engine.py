@@ -48,7 +48,10 @@ class VLLMRollouts(SeededRollouts):
         super().__init__(training, snapshot, accelerator)
         self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
         self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = self._is_held = False
-        self._tensor_parallel_group = self._new_groups()
+        self._tensor_parallel_group: Any = None  # of the trainer processes that share one engine
+        if (size := self._tensor_parallel) > 1:
+            ranks = [list(range(first, first + size)) for first in range(0, self._processes, size)]
+            self._tensor_parallel_group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
         # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if training.vllm_speculative_config is not None:
@@ -255,15 +258,6 @@ class VLLMRollouts(SeededRollouts):
 
     def _parameters(self, request: Request) -> SamplingParams:
         return SamplingParams(**{**self._sampling, **request.limits(self._sampling)})
-
-    def _new_groups(self) -> Any:
-        """Return the process group of the trainer processes that share one engine; None if each has its own."""
-        if self._tensor_parallel == 1:
-            return None
-        size = self._tensor_parallel
-        ranks = [list(range(first, first + size)) for first in range(0, self._processes, size)]
-        group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
-        return group
 
     def _over_tensor_parallel(
         self, requests: list[Request], is_followed: bool = False

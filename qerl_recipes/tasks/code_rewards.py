@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
 Scorer = Callable[[str, Any], float]  # (text of a completion, ``verification_info`` of its row) -> reward
 EXAMPLE = '{"language": "python", "test_cases": [{"input": "1 2", "output": "3"}]}'
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 ALL_PASSED = 0.99  # binary_code: the share of passed tests above which the reward is 1
-
-
-def last_block(text: str, language: str) -> str:
-    """Return the content of the last code block of a language in a text, or "" without one."""
-    blocks = re.findall(rf"```{re.escape(language)}\n(.*?)```", text, re.DOTALL)
-    return blocks[-1] if blocks else ""
 
 
 def tests_of(verification_info: Any) -> list[tuple[str, str]]:
@@ -91,7 +86,7 @@ def _share(script: ScriptArguments) -> Scorer:
     judge = judge_of(script)
 
     def share(text: str, info: Any) -> float:
-        program = last_block(text, "python")
+        *_, program = ["", *BLOCK.findall(text)]
         return judge(program, tests_of(info)) if program else 0.0
 
     return share

@@ -232,8 +232,9 @@ def _launch(settings: dict[str, Any], place: Path, uid: int | None, longest: flo
             _, wait_status, usage = os.wait4(process.pid, 0)
             code = process.returncode = os.waitstatus_to_exitcode(wait_status)
             if not settings["namespaces"]:
-                assert uid is not None  # only root runs programs without namespaces
-                _kill_all_of(uid)
+                # only root runs programs without namespaces; killed at once, none can start another meanwhile
+                kill = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, {signal.SIGKILL:d})"
+                subprocess.run([PYTHON, "-ISc", kill], stderr=subprocess.DEVNULL)
         if not os.read(told, 1):
             raise SandboxError(_read(place / "errors", OUTPUT).strip()[-300:] or f"the launcher ended with {code}")
     if not in_time:
@@ -251,12 +252,6 @@ def _size(folder: str) -> int:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
     return total
-
-
-def _kill_all_of(uid: int) -> None:
-    """Kill the processes of user ``uid``, at once: none can start another meanwhile."""
-    kill = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, {signal.SIGKILL:d})"
-    subprocess.run([PYTHON, "-ISc", kill], stderr=subprocess.DEVNULL)
 
 
 def _read(file: Path, most: int, from_end: bool = False) -> str:

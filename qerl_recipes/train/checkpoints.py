@@ -70,23 +70,17 @@ class SavingTrainer(GRPOTrainer):
             self._versions_before = state.adapter_version - self.vllm_generation.version
             self.args.eval_on_start = False  # the run has started before
         if self.is_world_process_zero():
-            if resume is not None:
-                self._leave_later(step)
+            if resume is not None and (
+                left := run_state.leave_later(self.args.output_dir, step, self.metrics_file.path)
+            ):
+                now = f"what was saved later, with its metrics, lies in {left} now"
+                print(f"going back to step {step}: {now}", file=sys.stderr)
             self.metrics_file.restart(() if resume is None else resume.metrics)
         if resume is not None and resume.is_finished:
             self._load_from_checkpoint(str(resume.folder))
             self.state = TrainerState.load_from_json(str(resume.folder / TRAINER_STATE_NAME))
             return None
         return super().train(resume_from_checkpoint=folder, **kwargs)
-
-    def _leave_later(self, step: int) -> None:
-        """Move aside what was saved after ``step``, with a copy of metrics.jsonl, and say where it lies."""
-        moved_to = run_state.leave_later(self.args.output_dir, step, self.metrics_file.path)
-        if moved_to is not None:
-            print(
-                f"going back to step {step}: what was saved later, with its metrics, lies in {moved_to} now",
-                file=sys.stderr,
-            )
 
     def rollout(self) -> int:
         """Return the number of the rollout that the next step learns from; 0 is the first."""

@@ -59,18 +59,15 @@ class Worker(threading.Thread):
 
 
 class Flight:
-    """Call ``roll_out`` in the thread of ``worker``, once it takes off."""
+    """Call ``roll_out`` in the thread of ``worker``, once ``fly`` is one of its jobs."""
 
     def __init__(self, worker: Worker, roll_out: Callable[[], Any]) -> None:
         self._worker, self._roll_out = worker, roll_out
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Future[Any] = Future()
 
-    def take_off(self) -> None:
-        """Let the worker begin."""
-        self._worker.jobs.put(self._fly)
-
-    def _fly(self) -> None:
+    def fly(self) -> None:
+        """Take off, in the worker's thread."""
         _settle(self._result, self._roll_out)
         self._calls.put(None)
 
@@ -162,7 +159,7 @@ class Overlap:
             return trainer.roll_out(rows)
 
         self.flight = Flight(self._worker, roll_out)
-        self.flight.take_off()  # now: the thread looks for its flight
+        self._worker.jobs.put(self.flight.fly)  # now: the thread looks for its flight
 
     def _rows(self, rollout: int) -> list[dict[str, Any]]:
         """Return the prompts that the data loader of this process will yield for a rollout still to come."""

@@ -169,12 +169,6 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
     return ResumePoint(folder, state, is_finished, metrics)
 
 
-def has_ended(checked: Checked, resume: ResumePoint) -> bool:
-    """Return True if the checkpoint is of the run's last step, and the final adapter of that step has been written."""
-    last = Path(checked.training.output_dir) / run_state.LAST
-    return resume.is_finished and run_state.step_of(last) == resume.state.step
-
-
 def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
     """Return the whole description of a run; the model may be downloaded, and nothing has been loaded.
 

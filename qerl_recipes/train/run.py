@@ -72,7 +72,8 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
         _announce(checked)
     with _locked_output_dir(training):
         resume = preflight.resume_point(training, run_state.recorded(script, training, model_config))
-        if resume is not None and preflight.has_ended(checked, resume):
+        last = Path(training.output_dir) / run_state.LAST
+        if resume is not None and resume.is_finished and run_state.step_of(last) == resume.state.step:
             if is_main:
                 ended = f"{resume.folder} is of the last step of this run, and its adapter is there"
                 print(f"nothing is left to do: {ended}")
