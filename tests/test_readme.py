@@ -122,19 +122,16 @@ def test_every_page_and_recipe_that_a_text_names_is_there():
 
 
 def test_the_table_of_recipes_is_that_of_the_folders():
-    lines = (ROOT / "recipes" / "README.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| folder |"))
-    columns = re.findall(r"`([^`]+)`", lines[start])
+    lines = (ROOT / "recipes" / "README.md").read_text().partition("| configuration |")[2].partition("\n\n")[0]
     said, there = {}, {}
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        folders, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        said |= {folder: [cell == "yes" for cell in cells] for folder in re.findall(r"`([^`]+)`", folders)}
-    for folder in (ROOT / "recipes").glob("*/grpo"):
-        files = [any(folder.glob(f"{column}.yaml")) for column in columns]
-        there |= {folder.parent.name: files} if any(files) else {}
-    assert said == there
+    for configurations, models in re.findall(r"^\| (`.*`) \| (.*) \|$", lines, flags=re.M):
+        for family, sizes in (of.split("-", 1) for of in models.split("; ")):
+            for size in sizes.split(", "):
+                said.setdefault(f"{family}-{size}", set()).update(re.findall(r"`([^`]+)`", configurations))
+    for file in (ROOT / "recipes").glob("Qwen[23]*/grpo/*.yaml"):
+        model = file.parts[-3].removesuffix("-Instruct")
+        there.setdefault(model, set()).add(re.sub(r"^(paper_\w+?_).*", r"\1*", file.stem))
+    assert there.pop("Qwen2.5-Coder-0.5B") and said == there
 
 
 def test_python_blocks_compile_and_import_what_is_there():
