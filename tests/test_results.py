@@ -104,6 +104,13 @@ def test_each_row_names_gpu_and_vllm_where_unusual_and_what_its_file_notes():
             assert link.endswith(data.get("note", "")), name
 
 
+def test_an_older_run_names_a_newer_one_and_is_in_no_table():
+    older = {name: data["newer"] for name, data in FILES.items() if "newer" in data}
+    assert set(older.values()) <= FILES.keys() - older.keys()
+    listed = PAGE.rpartition("such as older runs: ")[2]
+    assert all(PAGE.count(f"({name}.json)") == listed.count(f"({name}.json)") == 1 for name in older)
+
+
 @pytest.fixture
 def ledger(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "kernels" / "bench"))
@@ -132,7 +139,7 @@ def test_the_pictures_are_drawn_from_the_files(ledger, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FILES if name.startswith("rollout") and "lengths" not in FILES[name]]
+    "name", [name for name in FILES if name.startswith("rollout") and not {"lengths", "newer"} & FILES[name].keys()]
 )
 def test_rollouts_of_the_page_are_those_of_their_file(name):
     arms = {arm: found for arm, found in FILES[name]["arms"].items() if "batch" in found and " at " not in arm}
@@ -200,7 +207,7 @@ def test_rollouts_by_rank_stand_beside_the_articles(ledger):
     assert " | QeRL, no adapter, fp8 cache | - |" in without and "| 64 |" in slots
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("train")])
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("train") and "newer" not in FILES[name]])
 def test_steps_of_the_page_are_those_of_their_file(name):
     summary = FILES[name]["summary"]
     assert len(lines_of(name)) == len(summary)

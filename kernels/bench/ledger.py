@@ -89,7 +89,7 @@ def page() -> str:
     ]
     text = "\n".join(parts) + "\n"
     others = ", ".join(f"[{name}]({name}.json)" for name in files if f"]({name}.json)" not in text)
-    return text + f"\nFiles of no table: {others}.\n" if others else text
+    return text + f"\nOther files, such as older runs: {others}.\n" if others else text
 
 
 if __name__ == "__main__":

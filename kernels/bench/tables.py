@@ -57,8 +57,8 @@ def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def of_kind(files: Files, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the files whose names begin with one of ``kinds``."""
-    return [(name, result) for name, result in files.items() if name.startswith(kinds)]
+    """Return the files whose names begin with one of ``kinds``, but for those that name a newer one."""
+    return [(name, result) for name, result in files.items() if name.startswith(kinds) and "newer" not in result]
 
 
 def table(head: str, rows: Iterable[Sequence[str]]) -> str:
@@ -126,8 +126,7 @@ def rollouts(files: Files) -> str:
                 rate, other = (of["batch"].get(size, {}).get("tokens_per_s") for of in (of_arm, first))
                 ratio = f" ({rate / other:.2f}x)" if rate and other and of_arm is not first else ""
                 cells.append(f"{rate:,.0f}{ratio}" if rate else "")
-            said = configuration(arm) + (f" ({of_arm['commit']})" if "commit" in of_arm else "")
-            rows.append([of_file(f"{model(result)}, {listed(tokens)}", name, result), said, *cells])
+            rows.append([of_file(f"{model(result)}, {listed(tokens)}", name, result), configuration(arm), *cells])
     return table(" | ".join(["model, tokens in + out", "configuration", *sizes]), once(rows))
 
 
@@ -152,8 +151,8 @@ def prefills(files: Files) -> str:
 def weights(files: Files) -> str:
     """Return the GiB of the weights of each model on one GPU, in BF16 and in NVFP4 with an adapter's room."""
     found: dict[str, dict[str, float]] = {}
-    for _, result in of_kind(files, "rollout"):
-        for arm, of_arm in result["arms"].items():
+    for name, result in files.items():
+        for arm, of_arm in result["arms"].items() if name.startswith("rollout") else ():
             if of_arm.get("weights_gib") and arm in ("bf16", "qerl_nvfp4"):
                 found.setdefault(model(result), {})[arm] = of_arm["weights_gib"]
     said = (f"{shape} {gib['bf16']:.1f} and {gib['qerl_nvfp4']:.1f}" for shape, gib in found.items() if len(gib) == 2)
