@@ -230,7 +230,7 @@ def test_swaps_of_the_page_are_those_of_their_file(name):
         assert f"| {1e3 * found['noise']['median']:.1f} |" in line
 
 
-@pytest.mark.parametrize(("low", "high", "target", "others"), [(1, 256, 0.97, None), (257, 8192, 0.93, ("bf16",))])
+@pytest.mark.parametrize(("low", "high", "target", "others"), [(1, 256, 0.97, None), (257, 8192, 0.95, ("bf16",))])
 def test_random_points_of_the_page_are_those_of_their_file(low, high, target, others):
     """Compare the page's row with the file.
 
@@ -242,7 +242,7 @@ def test_random_points_of_the_page_are_those_of_their_file(low, high, target, ot
     ratios = [min(us[name] for name in names) / us["qerl"] for us, names in zip(times, named, strict=True)]
     met = sum(ratio >= target for ratio in ratios)
     added = [us["qerl_adapter"] - us["qerl"] for us in times]
-    cheap = sum(more <= max(0.15 * us["qerl"], 3) for more, us in zip(added, times, strict=True))
+    cheap = sum(more <= max(0.1 * us["qerl"], 2) for more, us in zip(added, times, strict=True))
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {low} to {high} | ")]
     expected = f"| {met} of {len(rows)} ({met / len(rows):.0%}) | {median(ratios):.2f} | {min(ratios):.2f} "
     expected += f"| {cheap} of {len(rows)}, median {median(added):.1f} us |"

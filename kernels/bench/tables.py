@@ -304,7 +304,7 @@ def random_points(result: dict[str, Any], low: int, high: int, target: float, ot
     ratios = [min(us[name] for name in others or us.keys() - {"qerl", "qerl_adapter"}) / us["qerl"] for us in times]
     met = sum(ratio >= target for ratio in ratios)
     added = [us["qerl_adapter"] - us["qerl"] for us in times]
-    cheap = sum(more <= max(0.15 * us["qerl"], 3) for more, us in zip(added, times, strict=True))
+    cheap = sum(more <= max(0.1 * us["qerl"], 2) for more, us in zip(added, times, strict=True))
     at = sum("humming" in us for us in times)
     compared = "cuBLAS BF16" if others else f"best of cuBLAS BF16, Marlin, Humming (at {at})"
     return [
@@ -319,7 +319,7 @@ def random_points(result: dict[str, Any], low: int, high: int, target: float, ot
 
 def both_regimes(result: dict[str, Any]) -> list[list[str]]:
     """Return the rows of few tokens, against all other kernels, and of many, against cuBLAS."""
-    return [random_points(result, 1, 256, 0.97), random_points(result, 257, 8192, 0.93, ("bf16",))]
+    return [random_points(result, 1, 256, 0.97), random_points(result, 257, 8192, 0.95, ("bf16",))]
 
 
 def by_shape(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
