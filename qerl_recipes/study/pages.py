@@ -31,8 +31,7 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
     # reward and judge read the last number of an answer that does not end all the same
     named_cut = ", ".join(_seeds_cut(arm, shares) for arm, shares in cut(values).groupby(level=0, sort=False))
     if named_cut:
-        also = f"; {COMPARISONS} also leaves them out" if study.comparisons else ""
-        named_cut = f"More than {percent(CUT)} of completions cut at the end: {named_cut}{also}."
+        named_cut = f"More than {percent(CUT)} of completions cut at the end: {named_cut}."
     tables = f"[Metrics]({CONFIGURATIONS})"
     if len(found):
         tables = f"[Comparisons and claims]({COMPARISONS}), [metrics]({CONFIGURATIONS})"
@@ -220,7 +219,8 @@ def overview(
         "",
         "Follow a question to the study that answers it, and repeat any of them. A study trains configurations of one "
         "recipe with several seeds. Plans (`NAME.yaml`) were written before their runs, but for what stands under "
-        "`afterwards`. Runs in BF16 do not repeat bit for bit: each comparisons.csv has unpaired intervals too. "
+        "`afterwards`. Each comparisons.csv also leaves out runs with cut completions, and has unpaired intervals: "
+        "runs in BF16 do not repeat bit for bit. "
         f"The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
         "",
         "```bash",

@@ -176,7 +176,7 @@ def test_runs_whose_answers_do_not_end_are_named_and_left_out(study, rows_table)
     (without,) = results.without_cut(plan, values)
     assert without.difference == pytest.approx(0.11) and without.seeds == 2
     page = page_of(plan, rows, values)
-    assert "of completions cut at the end: b seed 1 (90 %); comparisons.csv also" in page and "+0.7 (-" in page
+    assert "of completions cut at the end: b seed 1 (90 %)." in page and "+0.7 (-" in page
     found = results.compared(plan, values)
     assert found.difference[found.kind == "planned, without cut runs"].tolist() == pytest.approx([0.11])
     fine = results.final(rows.assign(value=rows.value.where(rows.metric != "completion_clipped", 0.1)), None)
