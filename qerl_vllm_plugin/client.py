@@ -5,7 +5,6 @@ GPU, reads it from shared memory, or receives it in the request's body.
 """
 
 import functools
-import json
 import math
 import ssl
 import sys
@@ -114,7 +113,7 @@ class _Client(ABC):
                 )
         refuse = functools.partial(PolicyRefusedError, 0, reason=UNREACHABLE)
         self._ways = Ways(transport, TRANSPORTS, refuse, _warn)
-        self._segments = Segments(PolicyRefusedError, shared_file.create_for_server)
+        self._segments = Segments(PolicyRefusedError)
         self.answered: dict[str, Any] = {}
         self._timeout = timeout
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
@@ -150,7 +149,7 @@ class _Client(ABC):
         if way == IPC:  # in this thread: its CUDA stream computes the tensors
             return gpu_memory.MEDIA_TYPE, held.enter_context(gpu_body(given, config))
         path = await self._enter(self._segments.filled(given, wire_body.metadata(config)), held)
-        return shared_file.MEDIA_TYPE, json.dumps({"file": shared_file.ticket(path)}).encode()
+        return shared_file.MEDIA_TYPE, wire_body.naming(path)
 
     def _in_time(self, call: Call) -> Call:
         """Return ``call``, with a longer timeout if the server lets running requests end first."""

@@ -29,63 +29,52 @@ def _is_ours() -> bool:
     return quantization is not None and quantization.get_name() == NAME
 
 
-def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> Output:
-    """Return the norm of ``x: (..., H)``; with a residual, the norm of the rounded sum and the sum itself."""
-    if residual is None:
-        return rms_norm(x, weight, epsilon)
-    x = x + residual  # rounded before the norm, as in transformers: the residual stream has the activation dtype
-    return rms_norm(x, weight, epsilon), x
-
-
-class QerlRMSNorm(RMSNorm):
-    """Replace vLLM's RMSNorm: the weight is fp32 under qerl_nvfp4, and nothing changes elsewhere."""
+class _Fp32Weight:
+    """Gives one of vLLM's norms an fp32 weight and one rounding under qerl_nvfp4; it stands first among the bases."""
 
     weight: torch.nn.Parameter
+    variance_epsilon: float
 
     def __init__(self, hidden_size: int, *given: Any, **named: Any) -> None:
-        super().__init__(hidden_size, *given, **named)
-        self.is_fp32 = self.has_weight and _is_ours()
+        super().__init__(hidden_size, *given, **named)  # type: ignore[call-arg]
+        self.is_fp32 = getattr(self, "has_weight", True) and _is_ours()
         if self.is_fp32:
-            if self.variance_size_override is not None:
+            if (part := getattr(self, "variance_size_override", None)) is not None:
                 raise ValueError(
-                    "qerl_nvfp4 does not support an RMSNorm over a part of its input "
-                    f"({self.variance_size_override} of {hidden_size} channels); serve this model without it"
+                    f"qerl_nvfp4 does not support an RMSNorm over a part of its input ({part} of {hidden_size} "
+                    "channels); serve this model without it"
                 )
             self.weight = torch.nn.Parameter(self.weight.data.float(), requires_grad=False)
 
-    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:
-        if not self.is_fp32:
-            return super().forward_native(x, residual)
-        return _norm(x, residual, self.weight.data, self.variance_epsilon)
-
-    def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:
-        return self.forward_native(x, residual) if self.is_fp32 else super().forward_cuda(x, residual)
-
-    def forward_xpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:
-        return self.forward_native(x, residual) if self.is_fp32 else super().forward_xpu(x, residual)
-
-
-class QerlGemmaRMSNorm(GemmaRMSNorm):
-    """Replace vLLM's norm that multiplies by 1 + w: w is fp32 under qerl_nvfp4, and nothing changes elsewhere."""
-
-    weight: torch.nn.Parameter
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, eps)
-        self.is_fp32 = _is_ours()
-        if self.is_fp32:
-            self.weight = torch.nn.Parameter(self.weight.data.float(), requires_grad=False)
+    def factor(self) -> torch.Tensor:
+        """Return what the normalized input is multiplied by: (H,) fp32."""
+        return self.weight.data
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:
+        """Return the norm of ``x: (..., H)``; with a residual, the norm of the rounded sum and the sum itself."""
         if not self.is_fp32:
-            return super().forward_native(x, residual)
-        return _norm(x, residual, 1.0 + self.weight.data, self.variance_epsilon)
+            return super().forward_native(x, residual)  # type: ignore[misc]
+        if residual is None:
+            return rms_norm(x, self.factor(), self.variance_epsilon)
+        x = x + residual  # rounded before the norm, as in transformers: the residual stream has the activation dtype
+        return rms_norm(x, self.factor(), self.variance_epsilon), x
 
     def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:
-        return self.forward_native(x, residual) if self.is_fp32 else super().forward_cuda(x, residual)
+        return self.forward_native(x, residual) if self.is_fp32 else super().forward_cuda(x, residual)  # type: ignore[misc]
 
     def forward_xpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:
-        return self.forward_native(x, residual) if self.is_fp32 else super().forward_xpu(x, residual)
+        return self.forward_native(x, residual) if self.is_fp32 else super().forward_xpu(x, residual)  # type: ignore[misc]
+
+
+class QerlRMSNorm(_Fp32Weight, RMSNorm):
+    """Replace vLLM's RMSNorm; nothing changes outside of qerl_nvfp4."""
+
+
+class QerlGemmaRMSNorm(_Fp32Weight, GemmaRMSNorm):
+    """Replace vLLM's norm that multiplies by 1 + w, whose stored w is the fp32 weight."""
+
+    def factor(self) -> torch.Tensor:
+        return 1.0 + self.weight.data
 
 
 OURS: tuple[tuple[type[CustomOp], type[CustomOp]], ...] = ((RMSNorm, QerlRMSNorm), (GemmaRMSNorm, QerlGemmaRMSNorm))

@@ -19,6 +19,7 @@ import torch
 
 from qerl_vllm_plugin.adapter.check import AdapterError, check_config, first_of
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, read_header, read_tensor
+from qerl_vllm_plugin.wire.shared_file import content
 
 ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
 STATE_FILE = "qerl_state.json"  # written by `qerl train`, with the hash of the base that was trained on
@@ -28,21 +29,26 @@ EXPERTS = ".experts"  # vLLM stores the adapters of a layer's experts together, 
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of a module
 Size = tuple[int, int]  # inputs and outputs of a module
-Stamps = tuple[tuple[int, ...] | None, ...]  # one for each of FILES, None for a file that does not exist
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
     """An adapter as read from its folder.
 
-    ``config`` is the content of ``adapter_config.json``. ``norms`` is None where none were trained. ``stamps`` tell
-    whether the folder still holds what was read.
+    ``config`` is the content of ``adapter_config.json``. ``norms`` is None where none were trained.
     """
 
     tensors: dict[str, torch.Tensor]
     config: dict[str, Any]
     norms: dict[str, torch.Tensor] | None
-    stamps: Stamps
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the config, the tensors and the norms."""
+        sha = hashlib.sha256(json.dumps([self.config, self.norms is None], sort_keys=True).encode())
+        for name, tensor in {**self.tensors, **(self.norms or {})}.items():
+            sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            sha.update(content(tensor).numpy())
+        return sha.hexdigest()
 
 
 def read(folder: str | Path) -> SavedAdapter:
@@ -56,8 +62,9 @@ def read(folder: str | Path) -> SavedAdapter:
     stamps = _stamps(folder)
     tensors = _tensors(folder / ADAPTER_FILE)
     norms = _tensors(folder / NORMS_FILE) if (folder / NORMS_FILE).exists() else None
-    saved = SavedAdapter(tensors, read_config(folder), norms, stamps)
-    _check_stamps(folder, saved)
+    saved = SavedAdapter(tensors, read_config(folder), norms)
+    if _stamps(folder) != stamps:
+        raise AdapterError(f"{folder} is being written to; name it again when it is whole")
     return saved
 
 
@@ -88,22 +95,10 @@ def _named_damage(file: Path) -> Iterator[None]:
         raise AdapterError(f"{file.parent} is damaged: {text}") from error
 
 
-def _stamps(folder: Path) -> Stamps:
+def _stamps(folder: Path) -> list[tuple[int, ...]]:
     """Return each file's inode, size and times, which change when it is written to or replaced."""
-
-    def stamp(file: Path) -> tuple[int, ...] | None:
-        try:
-            status = file.stat()
-        except FileNotFoundError:
-            return None
-        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-    return tuple(stamp(folder / name) for name in FILES)
-
-
-def _check_stamps(folder: Path, saved: SavedAdapter) -> None:
-    if _stamps(folder) != saved.stamps:
-        raise AdapterError(f"{folder} is being written to; name it again when it is whole")
+    found = [(folder / name).stat() for name in FILES if (folder / name).exists()]
+    return [(file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns) for file in found]
 
 
 def check_base(folder: str | Path, base: Path) -> None:
@@ -120,20 +115,6 @@ def trained_on(folder: str | Path) -> str | None:
     """Return the hash of the base that an adapter's folder records, or None; raise AdapterError for a damaged file."""
     state = Path(folder) / STATE_FILE
     return _json(state).get("base_hash") if state.is_file() else None
-
-
-def digest(folder: str | Path, saved: SavedAdapter) -> str:
-    """Return the SHA-256 of the files that ``saved`` was read from. Raises AdapterError if they have changed since."""
-    sha = hashlib.sha256()
-    try:
-        for name in FILES:
-            file = Path(folder) / name
-            if file.is_file():
-                sha.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    except OSError as error:
-        raise AdapterError(f"{folder} cannot be read: {error}") from error
-    _check_stamps(Path(folder), saved)
-    return sha.hexdigest()
 
 
 def base_hash(folder: str | Path) -> str:

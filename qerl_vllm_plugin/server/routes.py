@@ -64,7 +64,7 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
         if "folder" in query:
             upload = await _from_folder(server, query["folder"], held)
         elif kind == gpu_memory.MEDIA_TYPE:
-            upload = await body.described(request, server.limit)
+            upload = await body.described(request, server.limit, held)
         elif kind == shared_file.MEDIA_TYPE:
             upload = await body.named(request, server.limit, held)
         else:
@@ -84,7 +84,7 @@ async def _from_folder(server: PolicyServer, name: str, held: ExitStack) -> body
     try:
         folder = await asyncio.to_thread(server.folder, name)
         saved = await asyncio.to_thread(adapter_folder.read, folder)
-        digest = await asyncio.to_thread(adapter_folder.digest, folder, saved)
+        digest = await asyncio.to_thread(saved.digest)
     except AdapterError as error:
         raise Refused(422, "refused", str(error)) from error
     body.check_patterns(saved.config)

@@ -11,14 +11,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from qerl_vllm_plugin.wire import gpu_memory, shared_file
 from qerl_vllm_plugin.wire.checksum import checksums
 from qerl_vllm_plugin.wire.safetensors_file import Tensors, header_bytes
-from qerl_vllm_plugin.wire.shared_segment import Growing, NoRoomError, Segment, Segments, enter
+from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments, enter
 from qerl_vllm_plugin.wire.timing import Timer
 
 PIECE = 256 << 10
@@ -30,7 +30,6 @@ NOT_NEAR = (
     "transport='http' otherwise"
 )
 CONFIG = "adapter_config"  # the key of the file's metadata that holds the content of adapter_config.json
-GPU_KEYS = ("memory", "proof", "checksum", CONFIG)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 
 
@@ -52,16 +51,23 @@ def pieces(tensors: Tensors, config: dict[str, Any]) -> Iterator[memoryview]:
 
 @contextmanager
 def describing(tensors: Tensors, config: dict[str, Any]) -> Iterator[bytes]:
-    """Yield the body that describes tensors on a GPU of the server's machine; valid inside the ``with`` block.
+    """Yield the body that names a file with a description of tensors on a GPU; valid inside the ``with`` block.
 
-    The body names a file as proof that the caller runs on the server's machine as the server's user. Raises
-    CudaIPCError if the GPU memory cannot be shared.
+    The file shows that the caller runs on the server's machine as the server's user. Raises CudaIPCError if the GPU
+    memory cannot be shared.
     """
     with gpu_memory.described(tensors) as (text, memory):
         listed = [json.loads(text)["tensors"], checksums([memory])]
-        given = {"memory": text, "checksum": hashlib.sha256(json.dumps(listed).encode()).hexdigest()}
-        with shared_file.proof(hashlib.sha256(text.encode()).digest()) as ticket:
-            yield json.dumps({**given, "proof": ticket, CONFIG: config}).encode()
+        checksum = hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+        file, path = shared_file.create()
+        with file:
+            file.write(json.dumps({"memory": text, "checksum": checksum, CONFIG: config}).encode())
+            yield naming(path)
+
+
+def naming(path: str) -> bytes:
+    """Return the body that names a file of ``shared_file.create``. Raises OSError."""
+    return json.dumps({"file": shared_file.ticket(path)}).encode()
 
 
 class Refused(Exception):
@@ -137,30 +143,36 @@ async def read_json(request: Any, limit: int = MAX_JSON) -> dict[str, Any]:
     return _object("the body", b"".join([chunk async for chunk in chunks(request, limit)]))
 
 
-async def described(request: Any, limit: int) -> Upload:
-    """Read a body that describes tensors on a GPU of this machine (``describing``); the tensors stay where they are.
+async def _opened(request: Any, held: ExitStack) -> IO[bytes]:
+    """Open the file in shared memory that the body names: {"file": "/proc/PID/fd/NUMBER/NAME"}.
+
+    It stays open here until ``held`` is closed, whatever becomes of the caller. Raises Refused for a file that the
+    caller does not prove to have made for a server (shared_file.py).
+    """
+    given = await read_json(request)
+    if list(given) != ["file"] or not isinstance(given["file"], str):
+        raise Refused(400, "bad_json", "the body must be an object of one text, file")
+    file = shared_file.open_ticket(given["file"])
+    if file is None:
+        raise Refused(403, "unreachable", NOT_NEAR)
+    return held.enter_context(file)
+
+
+async def described(request: Any, limit: int, held: ExitStack) -> Upload:
+    """Read the file that describes tensors on a GPU of this machine (``describing``); the tensors stay where they are.
 
     The size of the upload is the tensors'. Raises Refused for a damaged description, and for tensors above ``limit``
-    bytes. Raises Refused also for a caller that does not prove to be a process of this user on this machine: the
-    workers would map whatever memory they are told to.
+    bytes. Raises Refused also as ``_opened``: the workers would map whatever memory they are told to.
     """
     timer = Timer()
-    given = await read_json(request, 2 * gpu_memory.MAX_TEXT)
+    given = _object("the description of tensors", (await _opened(request, held)).read(2 * gpu_memory.MAX_TEXT))
     timer.end("body")
-    if sorted(given) != sorted(GPU_KEYS) or not all(isinstance(given[key], str) for key in GPU_KEYS[:3]):
-        raise Refused(
-            400, "bad_json", f"the body must be an object of the texts {', '.join(GPU_KEYS[:3])} and {CONFIG}"
-        )
-    text, path, checksum, config = (given[key] for key in GPU_KEYS)
-    if not isinstance(config, dict):
-        raise Refused(400, "bad_json", f"{CONFIG} is not a JSON object")
-    check_patterns(config)
-    if not shared_file.is_proof(path, hashlib.sha256(text.encode()).digest()):
-        raise Refused(403, "unreachable", NOT_NEAR)
     try:
+        text, checksum, config = (given[key] for key in ("memory", "checksum", CONFIG))
         description = gpu_memory.parse(text)
-    except ValueError as error:
-        raise Refused(400, "bad_json", str(error)) from None
+        check_patterns(config)
+    except (KeyError, AttributeError, ValueError) as error:
+        raise Refused(400, "bad_json", f"this is no description of tensors that this release writes: {error}") from None
     if (size := description.layout.size) > limit:
         raise Refused(413, "too_large", f"the tensors have {size} bytes; at most {limit} can be used")
     content = json.dumps([checksum, config], sort_keys=True)
@@ -169,21 +181,13 @@ async def described(request: Any, limit: int) -> Upload:
 
 
 async def named(request: Any, limit: int, held: ExitStack) -> Upload:
-    """Open the file in shared memory that the body names: {"file": "/proc/PID/fd/NUMBER/NAME"}.
+    """Take the adapter's file in shared memory, which the caller has filled (client.py) and the body names.
 
-    The caller has filled the file (client.py). It stays open here until ``held`` is closed, whatever becomes of
-    the caller. Raises Refused for a file that is damaged or above ``limit`` bytes, and for one that the caller does not
-    prove to have made for a server (shared_file.py).
+    Raises Refused for a file that is damaged or above ``limit`` bytes, and as ``_opened``.
     """
     timer = Timer()
-    given = await read_json(request)
+    file = await _opened(request, held)
     timer.end("body")
-    if list(given) != ["file"] or not isinstance(given["file"], str):
-        raise Refused(400, "bad_json", "the body must be an object of one text, file")
-    file = shared_file.open_ticket(given["file"])
-    if file is None:
-        raise Refused(403, "unreachable", NOT_NEAR)
-    held.enter_context(file)
     if (size := os.fstat(file.fileno()).st_size) > limit:
         raise Refused(413, "too_large", f"the file has {size} bytes; at most {limit} can be used")
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -200,9 +204,8 @@ async def named(request: Any, limit: int, held: ExitStack) -> Upload:
 async def received(request: Any, limit: int, segments: Segments, held: ExitStack) -> Upload:
     """Receive the body into a file that only this user can open, kept until ``held`` is closed. Raises Refused."""
     size = declared(request, limit)
-    opened: AbstractContextManager[Segment | Growing] = segments.of(size) if size else segments.growing(limit)
     try:
-        file = await enter(opened, held)  # allocating the memory takes a while
+        file = await enter(segments.of(size or limit), held)  # allocating the memory takes a while
         timer, written, digest = Timer(), 0, shared_file.Digest(file.file)
         try:
             async for chunk in chunks(request, limit):
@@ -210,6 +213,7 @@ async def received(request: Any, limit: int, segments: Segments, held: ExitStack
                 written += len(chunk)
                 digest.grow(written)
             timer.end("body")
+            file.shorten(written)
             config = _config(file.path, written)
             # in a thread, so that other requests go on meanwhile
             found = await asyncio.to_thread(digest.finish, written)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +25,6 @@ from qerl_vllm_plugin.wire.spans import Copied
 
 MAX_TEXT = 4 << 20  # the names of a 32B model's adapter take 0.1 MB
 MEDIA_TYPE = "application/vnd.qerl.gpu-tensors+json"  # content type of a request that describes tensors
-KEYS = ("gpu", "handle", "bytes", "tensors")
 
 
 @dataclass(frozen=True)
@@ -149,73 +148,23 @@ def mapped(text: str, device: torch.device) -> Iterator[GpuTensors]:
 
 def parse(text: str) -> Description:
     """Parse a describing text. Raises ValueError for anything that ``described`` does not write."""
-    if len(text) > MAX_TEXT:
-        raise ValueError(f"the description of tensors has {len(text)} characters; at most {MAX_TEXT} can be used")
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the description of tensors is not valid JSON ({type(error).__name__})") from None
-    if not isinstance(content, dict) or sorted(content) != sorted(KEYS):
-        raise ValueError(f"a description of tensors is an object of {', '.join(KEYS)}")
-    gpu, handle, size, listed = (content[key] for key in KEYS)
-    if not isinstance(gpu, str):
-        raise ValueError("the GPU of a description of tensors is a text, its UUID")
-    layout = _layout(listed if isinstance(listed, str) else "")
-    if not _is_whole(size) or size != layout.size or not size:
-        raise ValueError(
-            f"a description of tensors announces {str(size)[:40]} bytes, and its tensors have {layout.size}"
-        )
-    return Description(gpu, _handle(handle), layout)
+        found = Description(content["gpu"], bytes.fromhex(content["handle"]), _layout(content["tensors"]))
+    except (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"this describes no tensors on a GPU ({type(error).__name__}: {str(error)[:80]})") from None
+    if len(found.handle) != cuda_ipc.HANDLE_BYTES or content["bytes"] != found.layout.size:
+        raise ValueError("the handle or the size in a description of tensors is not that of its tensors")
+    return found
 
 
 @functools.lru_cache(maxsize=2)
 def _layout(text: str) -> Layout:
-    """Parse the list of tensors, cached, for a policy in training sends the same names each time; raise ValueError."""
-    try:
-        listed = json.loads(text or "[]")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the tensors of a description are not valid JSON ({type(error).__name__})") from None
-    tensors = [_tensor(entry) for entry in listed] if isinstance(listed, list) else []
-    size = sum(prod(shape) * dtype.itemsize for _, dtype, shape in tensors)
-    if not _is_whole(size):
-        raise ValueError(f"the tensors of a description have {size} bytes, more than any GPU")
-    if len({name for name, _, _ in tensors}) < len(tensors):
-        raise ValueError("a description of tensors names one of them twice")
-    widths = [dtype.itemsize for _, dtype, _ in tensors]
-    if widths != sorted(widths, reverse=True):
-        raise ValueError("a description of tensors has those of wider types first")
-    whole, end = torch.empty(size, dtype=torch.uint8, device="meta"), 0
-    typed = {dtype: spans.as_type(whole, dtype) for _, dtype, _ in tensors}
-    found = {}
-    for name, dtype, shape in tensors:
-        strides = [1] * len(shape)
-        for i in range(len(shape) - 1, 0, -1):
-            strides[i - 1] = strides[i] * shape[i]
-        found[name] = typed[dtype].as_strided(shape, strides, end // dtype.itemsize)
-        end += prod(shape) * dtype.itemsize
+    """Parse the list of tensors; cached, for a policy in training sends the same names each time."""
+    listed = [(name, DTYPES[dtype], shape) for name, dtype, shape in json.loads(text)]
+    size = sum(prod(shape) * dtype.itemsize for _, dtype, shape in listed)
+    whole, end, found = torch.empty(size, dtype=torch.uint8, device="meta"), 0, {}
+    for name, dtype, shape in listed:
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        found[name] = whole[begin:end].view(dtype).view(shape)
     return Layout(found, size)
-
-
-def _handle(text: Any) -> bytes:
-    try:
-        handle = bytes.fromhex(text)
-    except (TypeError, ValueError):
-        handle = b""
-    if len(handle) != cuda_ipc.HANDLE_BYTES:
-        raise ValueError(f"a handle of GPU memory has {2 * cuda_ipc.HANDLE_BYTES} hexadecimal digits")
-    return handle
-
-
-def _tensor(entry: Any) -> tuple[str, torch.dtype, tuple[int, ...]]:
-    if not isinstance(entry, list) or len(entry) != 3:
-        raise ValueError("each tensor of a description is a list of name, dtype and shape")
-    name, dtype, shape = entry
-    if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"tensor {str(name)[:80]!r} has dtype {str(dtype)[:40]!r}; supported are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > 4 or not all(_is_whole(length) for length in shape):
-        raise ValueError(f"tensor {name[:80]!r} has shape {str(shape)[:80]}; it is a list of at most 4 whole numbers")
-    return name, DTYPES[dtype], tuple(shape)
-
-
-def _is_whole(number: Any) -> bool:
-    return type(number) is int and 0 <= number < 1 << 40

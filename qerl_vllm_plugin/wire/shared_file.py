@@ -5,12 +5,12 @@ process that has it open or mapped. Others open it as /proc/PID/fd/NUMBER, which
 machine.
 
 A server opens such a path for a caller only if the caller has made the file. The file's content cannot show that:
-whoever may send a body chooses the content of a file of the server's, and process and file numbers can be guessed. So a
-client creates its files under a random name, removes the name at once, and tells it with the path (a ticket).
+whoever may send a body chooses the content of a file of the server's, and process and file numbers can be guessed. So
+files are created under a random name, which is removed at once. A client tells it with the path (a ticket).
 
-The kernel goes on showing the name that a file was created under, next to the path. A caller over HTTP cannot choose
-that name, for the server's own files are created without one. Nor can it guess the name of another process's file. An
-old path, whose number is another file's by now, is not opened, and neither is a file that was meant for another server.
+The kernel goes on showing the name that a file was created under, next to the path. A caller over HTTP cannot choose or
+guess that name, neither of the server's own files nor of another process's. An old path, whose number is another file's
+by now, is not opened, and neither is a file that was meant for another server.
 """
 
 import hashlib
@@ -18,12 +18,10 @@ import os
 import re
 import secrets
 import stat
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
@@ -44,49 +42,25 @@ def fits(size: int) -> bool:
 
 
 def create() -> tuple[IO[bytes], str]:
-    """Return an empty file for ``append``, with the path at which workers open it until it is closed; raise OSError."""
-    # unbuffered: closing it must not write, and so cannot fail again
-    file = tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY)  # noqa: SIM115, the caller's to close
-    return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-def create_for_server() -> tuple[IO[bytes], str]:
-    """Create a file as ``create`` does, but one whose ``ticket`` shows a server that this process made it.
+    """Return an empty file, with the path at which workers open it until it is closed.
 
     The file has its name for a moment: a process that is killed just then leaves an empty file. Raises OSError.
     """
     name = f"{SHARED_MEMORY}/qerl-{secrets.token_hex(16)}"
     number = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     os.unlink(name)
+    # unbuffered: closing it must not write, and so cannot fail again
     return open(number, "r+b", buffering=0), f"/proc/{os.getpid()}/fd/{number}"
 
 
 def ticket(path: str) -> str:
-    """Return the ticket by which a server opens a file of ``create_for_server`` on this machine; raise OSError."""
+    """Return the ticket by which a server opens a file of ``create`` on this machine; raise OSError."""
     return f"{path}/{Path(os.readlink(path)).name.removesuffix(' (deleted)')}"
 
 
 def machine() -> str:
     """Return the kernel's boot id, which tells this machine, since it was started, from all others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-@contextmanager
-def proof(content: bytes) -> Iterator[str]:
-    """Put ``content`` into a file for the ``with`` block; yield its ticket, for ``is_proof``. Raises OSError."""
-    file, path = create_for_server()
-    with file:
-        append(file, content)
-        yield ticket(path)
-
-
-def is_proof(given: str, content: bytes) -> bool:
-    """Return True if ``open_ticket`` opens the file of this ticket, and the file holds exactly ``content``."""
-    file = open_ticket(given)
-    if file is None:
-        return False
-    with file:
-        return secrets.compare_digest(os.pread(file.fileno(), len(content) + 1, 0), content)
 
 
 def open_ticket(given: str) -> IO[bytes] | None:
@@ -111,13 +85,6 @@ def open_ticket(given: str) -> IO[bytes] | None:
         return open(here, "rb", buffering=0) if is_ours and is_so_named else None
     finally:
         os.close(number)
-
-
-def append(file: IO[bytes], given: Any) -> None:
-    """Write all of a buffer, of which the kernel takes at most 2 GiB at a time. Raises OSError."""
-    left = memoryview(given)
-    while left:
-        left = left[file.write(left) :]
 
 
 class Digest:

@@ -10,11 +10,11 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -26,7 +26,6 @@ GROUP = 8 << 20  # bytes that one thread copies at once
 UNSURE = ("", "lost", "engine_dead")  # a worker may still read after a refusal for these reasons; a proxy gives none
 
 T = TypeVar("T")
-Create = Callable[[], tuple[IO[bytes], str]]  # returns a file and its path, as ``shared_file.create`` does
 
 
 class NoRoomError(OSError):
@@ -36,10 +35,11 @@ class NoRoomError(OSError):
 class Segment:
     """A file in shared memory, which workers open at ``path``; ``content: (size,)`` is its memory here, as uint8."""
 
-    def __init__(self, size: int, create: Create = shared_file.create) -> None:
+    def __init__(self, size: int) -> None:
         """Raises NoRoomError."""
-        check_room(size)
-        self.file, self.path = create()
+        if not shared_file.fits(size):
+            raise NoRoomError(f"{shared_file.SHARED_MEMORY} has no room for {size} bytes")
+        self.file, self.path = shared_file.create()
         try:
             # here a lack of room is an error; writing to a mapping that has no room ends the process
             os.posix_fallocate(self.file.fileno(), 0, size)
@@ -54,37 +54,15 @@ class Segment:
         """Write ``chunk`` from byte ``start`` on."""
         self._memory[start : start + len(chunk)] = chunk
 
+    def shorten(self, size: int) -> None:
+        """Keep the first ``size`` bytes alone, and give back the memory of the others."""
+        os.ftruncate(self.file.fileno(), size)
+        self.content = self.content[:size]
+
     def free(self) -> None:
         """Give the memory back although workers have it mapped; they must not read it any more."""
         os.ftruncate(self.file.fileno(), 0)
         self.file.close()
-
-
-class Growing:
-    """A file in shared memory whose size nobody has announced, of at most ``limit`` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        """Raises NoRoomError."""
-        check_room(limit)
-        self.file, self.path = shared_file.create()
-
-    def write(self, chunk: bytes, start: int) -> None:
-        """Append ``chunk``; ``start`` must be where the last write ended. Raises NoRoomError."""
-        try:
-            shared_file.append(self.file, chunk)
-        except OSError as error:  # other programs have filled shared memory since
-            raise NoRoomError(f"{shared_file.SHARED_MEMORY} is full: {error.strerror}") from error
-
-    def free(self) -> None:
-        """Give the memory back; workers must not read it any more."""
-        os.ftruncate(self.file.fileno(), 0)
-        self.file.close()
-
-
-def check_room(size: int) -> None:
-    """Raise NoRoomError if shared memory has no room for ``size`` bytes."""
-    if not shared_file.fits(size):
-        raise NoRoomError(f"{shared_file.SHARED_MEMORY} has no room for {size} bytes")
 
 
 class Segments:
@@ -94,11 +72,11 @@ class Segments:
     at a time, each with a segment of its own. Whoever takes the kept segment is its only holder until it is put back,
     and only its holder frees a segment.
 
-    ``refusal``: the error that a sender gets when its workers have answered no. ``create`` makes the files.
+    ``refusal``: the error that a sender gets when its workers have answered no.
     """
 
-    def __init__(self, refusal: type[Exception], create: Create = shared_file.create) -> None:
-        self._refusal, self._create = refusal, create
+    def __init__(self, refusal: type[Exception]) -> None:
+        self._refusal = refusal
         self._kept: Segment | None = None
         self._lock = threading.Lock()  # guards ``_kept``: senders run in several threads
 
@@ -113,9 +91,15 @@ class Segments:
         if found is not None and len(found.content) != size:
             found.free()
             found = None
-        found = found or Segment(size, self._create)
-        with self._until_an_error(found):
+        found = found or Segment(size)
+        try:
             yield found
+        except BaseException as error:
+            if isinstance(error, self._refusal) and getattr(error, "reason", "refused") not in UNSURE:
+                found.free()
+            else:
+                found.file.close()  # a worker may still read it
+            raise
         if (surplus := self._keep(found)) is not None:  # two segments were in use at a time
             surplus.free()
 
@@ -124,26 +108,6 @@ class Segments:
         with self._lock:
             kept, self._kept = self._kept, segment
         return kept
-
-    @contextmanager
-    def growing(self, limit: int) -> Iterator[Growing]:
-        """Yield a file of at most ``limit`` bytes, under the same rules as ``of``; it is freed when the block ends."""
-        found = Growing(limit)
-        with self._until_an_error(found):
-            yield found
-        found.free()
-
-    @contextmanager
-    def _until_an_error(self, found: "Segment | Growing") -> Iterator[None]:
-        """Free the segment after a refusal; close it after other errors and ``UNSURE`` ones: it may still be read."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, self._refusal) and getattr(error, "reason", "refused") not in UNSURE:
-                found.free()
-            else:
-                found.file.close()
-            raise
 
     @contextmanager
     def filled(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[str]:

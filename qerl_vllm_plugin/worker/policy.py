@@ -130,8 +130,8 @@ def install_at_start(model: torch.nn.Module, folder: str) -> None:
     """Install a saved adapter as version 1 of a model just loaded; raise AdapterError if it is refused."""
     saved = adapter_folder.read(folder)
     policy = model.qerl_policy = _open(model, None)
-    digest = adapter_folder.digest(folder, saved)
-    answer = on_all_ranks(policy, lambda: prepare_swap(policy, saved.tensors, saved.config, saved.norms, 1, digest))
+    given = saved.tensors, saved.config, saved.norms, 1, saved.digest()
+    answer = on_all_ranks(policy, lambda: prepare_swap(policy, *given))
     if "error" in answer:
         raise AdapterError(f"{folder}: {answer['error']}")
 

@@ -289,7 +289,7 @@ def with_routes(client_of, tmp_path):
 
 @contextlib.contextmanager
 def named_file(tensors):
-    with Segments(Refused, shared_file.create_for_server).filled(tensors, {"adapter_config": "{}"}) as path:
+    with Segments(Refused).filled(tensors, {"adapter_config": "{}"}) as path:
         content = json.dumps({"file": shared_file.ticket(path)}).encode()
         yield {"headers": {"Content-Type": shared_file.MEDIA_TYPE}, "content": content}
 

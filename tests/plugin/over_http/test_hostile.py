@@ -101,35 +101,39 @@ def uploads_with(process, content):
     return found
 
 
-def put_description(server, given):
-    content = given if isinstance(given, bytes) else json.dumps(given).encode()
+def put_description(server, ticket):
+    content = json.dumps({"file": ticket}).encode()
     return put(server, content, {**HEADERS, "Content-Type": MEDIA_TYPE})
 
 
+@contextlib.contextmanager
+def file_of(given):
+    """Yield the ticket of a file that holds this JSON value."""
+    file, path = shared_file.create()
+    with file:
+        file.write(given if isinstance(given, bytes) else json.dumps(given).encode())
+        yield shared_file.ticket(path)
+
+
 def test_gpu_memory_is_mapped_for_a_proven_caller_alone(server, policy, adapters, tmp_path):
-    before, (given, content) = kept(policy), description(adapters)
-    (tmp_path / "named").write_bytes(content)
-    with (
-        shared_file.proof(content) as good,
-        shared_file.proof(content + b"x") as longer,
-        shared_file.proof(b"x" * 32) as other,
-        open(tmp_path / "named", "rb") as named,
-    ):
+    before, given = kept(policy), description(adapters)
+    (tmp_path / "named").write_text(json.dumps(given))
+    with file_of(given) as good, open(tmp_path / "named", "rb") as named:
         here = f"/proc/{os.getpid()}/fd/{named.fileno()}"
         without = good.rpartition("/")[0]
-        for path in (longer, other, without, here, str(tmp_path / "named"), "/dev/shm/x", "/proc/self/fd/0", ""):
-            answer = put_description(server, {**given, "proof": path})
+        for path in (good + "0", without, here, str(tmp_path / "named"), "/dev/shm/x", "/proc/self/fd/0", ""):
+            answer = put_description(server, path)
             assert (answer.status_code, answer.json()["reason"]) == (403, "unreachable"), path
-        answer = put_description(server, {**given, "proof": good})
+        answer = put_description(server, good)
         assert (answer.status_code, answer.json()["reason"]) == (422, "unreachable"), "this server has no GPU"
         assert "and this worker computes on a cpu" in answer.json()["error"]
-        for broken in ({**given, "memory": 7}, {**given, "pickle": ""}, {**given, "adapter_config": []}, [], b"{"):
-            assert put_description(server, broken).status_code == 400
+        assert put_description(server, 7).status_code == 400
     whole = {"bytes": 1 << 30, "tensors": json.dumps([["a", "U8", [1 << 30]]])}
-    for change, status in (({"bytes": 1}, 400), ({"handle": "5a"}, 400), (whole, 413)):
-        given, content = description(adapters, change)
-        with shared_file.proof(content) as path:
-            assert put_description(server, {**given, "proof": path}).status_code == status
+    changes = [(description(adapters, change), 400) for change in ({"bytes": 1}, {"handle": "5a"})]
+    broken = [{**given, "memory": 7}, {**given, "adapter_config": []}, {}, [], b"{"]
+    for content, status in (*changes, (description(adapters, whole), 413), *((one, 400) for one in broken)):
+        with file_of(content) as ticket:
+            assert put_description(server, ticket).status_code == status, content
     assert kept(policy) == before
 
 
@@ -138,15 +142,15 @@ def test_gpu_memory_is_mapped_for_a_proven_caller_alone(server, policy, adapters
     ["Content-Length: 64\r\n\r\n", "Transfer-Encoding: chunked\r\n\r\n20\r\n"],
     ids=["of a length", "in pieces"],
 )
-def test_a_proof_cannot_be_made_over_http(server, policy, adapters, lines):
-    """Forge a proof by a stalled upload: its body lies in an unnamed file of the server's user, with content of the
-    sender's choice."""
-    before, (given, content) = kept(policy), description(adapters)
+def test_a_file_cannot_be_made_over_http(server, policy, adapters, lines):
+    """Forge a file by a stalled upload: its body lies in a file of the server's user, with content of the sender's
+    choice."""
+    before, content = kept(policy), json.dumps(description(adapters)).encode()
     with send(server[0], "PUT /v1/qerl/policy HTTP/1.1", lines.encode() + content):
         found = until(lambda: uploads_with(server[2], content))
         assert found, "the server has it in a file"
         for ticket in tickets(found[0]):
-            answer = put_description(server, {**given, "proof": ticket})
+            answer = put_description(server, ticket)
             assert (answer.status_code, answer.json()["reason"]) == (403, "unreachable"), ticket
     assert kept(policy) == before
 

@@ -24,7 +24,7 @@ TENSORS = {"plain": A, "a_view": A.t(), "half": A.bfloat16(), "none": torch.empt
 def opened(content, file):
     sent, path = shared_file.create()
     with sent:
-        shared_file.append(sent, content)
+        sent.write(content)
         return file.open(path, CPU)
 
 
@@ -172,7 +172,7 @@ def test_a_worker_reads_its_share_of_it_and_no_more():
     file, whole = MappedFile(), torch.zeros(4 << 20, dtype=torch.uint8)
     sent, path = shared_file.create()  # the sender does not map the file, so only the worker's reads count as resident
     with sent:
-        shared_file.append(sent, save({str(i): whole.clone() for i in range(4)}))
+        sent.write(save({str(i): whole.clone() for i in range(4)}))
         tensors = file.open(path, CPU)
         assert resident_bytes(path) < 1 << 20
         share = {name: tensor[: 1 << 20].clone() for name, tensor in tensors.items()}

@@ -15,13 +15,16 @@ def test_more_than_there_is_does_not_fit():
     assert shared_file.fits(1) and not shared_file.fits(1 << 60)
 
 
-def test_a_file_proves_its_owner(monkeypatch):
-    with shared_file.proof(b"content") as ticket:
-        assert shared_file.is_proof(ticket, b"content")
-        assert not shared_file.is_proof(ticket, b"contents") and not shared_file.is_proof(ticket, b"conten")
+def test_a_file_is_opened_for_its_user_alone_and_while_it_is_open(monkeypatch):
+    file, path = shared_file.create()
+    with file:
+        file.write(b"content")
+        ticket = shared_file.ticket(path)
+        with shared_file.open_ticket(ticket) as opened:
+            assert opened.read() == b"content"
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as a server of another user
-        assert not shared_file.is_proof(ticket, b"content")
-    assert not shared_file.is_proof(ticket, b"content")
+        assert shared_file.open_ticket(ticket) is None
+    assert shared_file.open_ticket(ticket) is None
 
 
 NAME = f"qerl-{secrets.token_hex(16)}"
@@ -32,7 +35,8 @@ def of(file):
 
 
 def without_a_name(folder):
-    return shared_file.create()  # as a server does for a body, which may hold whatever its sender likes
+    file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
+    return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def named(folder):
@@ -54,7 +58,7 @@ def removed(folder):
 
 
 def of_another_name(folder):
-    return shared_file.create_for_server()
+    return shared_file.create()
 
 
 def a_pipe(folder):
@@ -89,9 +93,9 @@ def test_a_file_elsewhere_or_with_a_reused_number_is_not_opened(tmp_path):
     file, path = removed(tmp_path)
     with file:
         assert shared_file.open_ticket(f"{path}/{NAME}") is None
-    file, path = shared_file.create_for_server()
+    file, path = shared_file.create()
     ticket = shared_file.ticket(path)
-    with shared_file.open_ticket(ticket), shared_file.create_for_server()[0] as other:
+    with shared_file.open_ticket(ticket), shared_file.create()[0] as other:
         os.dup2(other.fileno(), file.fileno())
         assert shared_file.open_ticket(ticket) is None
     file.close()
@@ -109,9 +113,9 @@ def test_a_digest_is_of_every_segment_and_of_their_order(monkeypatch):
             digest = shared_file.Digest(file)
             try:
                 for size in grown:
-                    shared_file.append(file, content[os.fstat(file.fileno()).st_size : size])
+                    file.write(content[os.fstat(file.fileno()).st_size : size])
                     digest.grow(size)
-                shared_file.append(file, content[os.fstat(file.fileno()).st_size :])
+                file.write(content[os.fstat(file.fileno()).st_size :])
                 return digest.finish(len(content))
             finally:
                 digest.close()

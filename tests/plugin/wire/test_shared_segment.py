@@ -208,21 +208,24 @@ def test_a_cancelled_task_leaves_its_segment_to_the_next(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [None, AdapterError, RuntimeError])
-def test_a_file_of_unknown_size_grows_and_is_not_kept(error):
+def test_a_file_of_unknown_size_is_shortened(error):
     """After an error that is no refusal a worker may still read the file."""
     segments = Segments(AdapterError)
     said = pytest.raises(error) if error else contextlib.nullcontext()
-    with said, segments.growing(100) as growing:
-        of_a_worker = os.open(growing.path, os.O_RDONLY)
+    with said, segments.of(100) as segment:
+        of_a_worker = os.open(segment.path, os.O_RDONLY)
         for start, chunk in ((0, b"three"), (5, b" pieces"), (12, b".")):
-            growing.write(chunk, start)
-        with open(growing.path, "rb") as file:
+            segment.write(chunk, start)
+        segment.shorten(13)
+        with open(segment.path, "rb") as file:
             assert file.read() == b"three pieces."
         if error:
             raise error
-    assert growing.file.closed
-    assert os.fstat(of_a_worker).st_size == (13 if error is RuntimeError else 0)
+    assert os.fstat(of_a_worker).st_size == (0 if error is AdapterError else 13)
     os.close(of_a_worker)
+    with segments.of(13) as again:
+        assert (again is segment) is (error is None), "it is kept at its own size"
+        again.content.zero_()
 
 
 def test_small_tensors_are_copied_in_groups(monkeypatch):
@@ -272,15 +275,10 @@ def full(*_):
 
 def test_what_cannot_be_held_is_refused_and_leaves_nothing(monkeypatch):
     segments = Segments(AdapterError)
-    for opened in (segments.of(1 << 60), segments.growing(1 << 60)):
-        with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), opened:
-            pass
+    with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), segments.of(1 << 60):
+        pass
     with pytest.raises(ValueError, match="tensor a has dtype"), segments.filled({"a": A.cfloat()}):
         pass
-    with segments.growing(100) as growing, monkeypatch.context() as patch:
-        patch.setattr(shared_file, "append", full)
-        with pytest.raises(NoRoomError, match="is full: No space left"):
-            growing.write(b"x", 0)
     opened = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(NoRoomError, match="is full: No space left"), segments.filled({"a": A}):

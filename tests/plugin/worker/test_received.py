@@ -40,7 +40,7 @@ def sent(request, tmp_path):
         if request.param == "shared file":
             file, path = shared_file.create()
             opened.append(file)
-            shared_file.append(file, save(tensors))
+            file.write(save(tensors))
             return path
         return {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}[request.param](save(tensors))
 
@@ -74,7 +74,7 @@ def test_norms_in_another_shared_file_leave_the_adapters_readable():
         for tensors in (BOTH, OTHERS):
             file, path = shared_file.create()
             stack.enter_context(file)
-            shared_file.append(file, save(tensors))
+            file.write(save(tensors))
             paths.append(path)
         adapter, norms, _ = stack.enter_context(received(*paths, CPU, held))
         (copied,) = held.fetch([adapter[A]], CPU).tensors()
