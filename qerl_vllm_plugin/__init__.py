@@ -14,11 +14,11 @@ def register() -> None:
 
     It is idempotent, and does not import vLLM's worker module unless the calling process has.
     """
-    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
-    from qerl_vllm_plugin.quantization import QerlConfig, is_registered
+    from qerl_vllm_plugin.quantization import QerlConfig
 
-    if not is_registered():
+    if NAME not in QUANTIZATION_METHODS:
         register_quantization_config(NAME)(QerlConfig)
     # a process that holds a worker has imported this module by now; the API server never does, where the import
     # would cost seconds

@@ -109,8 +109,8 @@ class Policy:
         go from GPU to GPU, and all others through shared memory. "ipc" and "shared" allow one of the two alone.
         If such workers do not answer within ``timeout`` seconds, the engine is given up: PolicyLostError.
 
-        Raises AdapterError if the engine already uses the policy's LoRA id for another adapter. Raises ValueError if
-        its KV connector keeps keys and values that cannot be emptied, or if it cannot use that transport.
+        Raises ValueError if the engine's KV connector keeps keys and values that cannot be emptied, or if it cannot use
+        that transport.
         """
         self._llm = llm
         self._sender = Sender(
@@ -296,22 +296,22 @@ class Policy:
         return self._checked(self._rpc(method, *args, **keywords), refusal)
 
     def _rpc(self, method: str, *args: Any, **keywords: Any) -> list[dict[str, Any]]:
-        call = functools.partial(self._llm.collective_rpc, method, args=args, kwargs=keywords)
-        return self._answer(self._asked(call, "collective_rpc", method, None, args, keywords))
+        return self._answer(self._asked(self._llm.collective_rpc, method, args=args, kwargs=keywords))
 
-    def _asked(self, call: Callable[[], T], method: str, *args: Any) -> Future[T]:
-        """Start ``call``, which asks the engine core for ``method``, and return the future of its answer.
+    def _asked(self, call: Callable[..., T], *args: Any, **keywords: Any) -> Future[T]:
+        """Start a call of the engine, and return the future of its answer.
 
         For workers in this process the call has already ended when this returns. Raises PolicyLostError once the
         engine is lost: after an unanswered call, later answers no longer belong to the calls that wait for them.
         """
         if self._lost is not None:
             raise PolicyLostError(self._lost)
+        call = functools.partial(call, *args, **keywords)
         if self._sender.is_here:
             answer: Future[T] = Future()
             answer.set_result(call())
             return answer
-        return engine_client.asked(self._llm, method, *args) or begun(call)
+        return begun(call)
 
     def _answer(self, asked: Future[T]) -> T:
         """Return the engine's answer; raise PolicyLostError if none comes in time or the engine core has died."""
@@ -348,10 +348,9 @@ class Policy:
         """Ask the engine to empty its prefix cache, while this process goes on; the future says whether it could."""
         # vLLM 0.26 reports a failure when asked to reset a KV connector that the engine does not have
         has_connector = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
-        call = functools.partial(self._llm.reset_prefix_cache, reset_connector=has_connector)
         scheduler = scheduler_here(self._llm)
         with without_empty_blocks(scheduler):
-            asked = self._asked(call, "reset_prefix_cache", False, has_connector)
+            asked = self._asked(self._llm.reset_prefix_cache, reset_connector=has_connector)
             if scheduler is not None:
                 self._answer(asked)
         return asked

@@ -26,13 +26,6 @@ DEFAULT_IGNORE = ("lm_head",)
 CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
 
 
-def is_registered() -> bool:
-    """Return True if vLLM already knows the quantization method in this process."""
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-
-    return NAME in QUANTIZATION_METHODS
-
-
 def check_load_format(load_format: str) -> None:
     """Raise ValueError for a sharded format: it holds the memory of one engine, not a checkpoint."""
     if "sharded" in load_format:
@@ -51,7 +44,10 @@ class QerlConfig(QuantizationConfig):
 
     def __init__(self, scheme: Nvfp4Scheme | None = None) -> None:
         """``scheme`` is None for a checkpoint that is not quantized."""
+        from qerl_vllm_plugin.compat.engine import end_start_on_sigterm
+
         super().__init__()
+        end_start_on_sigterm()  # the process that starts an engine makes its config first
         self.scheme = scheme
         self.ignore: tuple[str, ...] = scheme.ignore if scheme else ()
         self.kv_cache_scheme = CACHE_KEYS if scheme and scheme.kv_cache else None  # vLLM's Attention looks here

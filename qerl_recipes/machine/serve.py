@@ -157,9 +157,6 @@ def run() -> None:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from qerl_vllm_plugin.compat.engine import end_start_on_sigterm
-
-    end_start_on_sigterm()
     cli_env_setup()
     parser, subcommand = FlexibleArgumentParser(), ServeSubcommand()
     subcommand.subparser_init(parser.add_subparsers(required=True, dest="subparser"))

@@ -64,10 +64,6 @@ class AdapterError(ValueError):
     """Raised for an adapter that cannot be installed; nothing has been changed."""
 
 
-class NoCarrierError(Exception):
-    """Raised where a worker lacks the carrier looked for: LoRA slots, or buffers for a resident adapter."""
-
-
 @dataclass(frozen=True)
 class Target:
     """The place in the engine for the adapter of one linear of the checkpoint: part ``part`` of ``module``."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
+from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, Target, converted
 from qerl_vllm_plugin.compat import layers as vllm_layers
 
 # the policy's LoRA id in every engine: the largest that vLLM can hold, since vLLM counts its own ids up from 1
@@ -29,59 +29,39 @@ class Staged:
 class LoraSlots:
     """A carrier that keeps the adapter in one slot of vLLM's LoRA buffers."""
 
-    def __init__(self, worker: Any) -> None:
-        """Find the worker's LoRA manager. Raises NoCarrierError if the engine was started without LoRA."""
-        manager = None if worker is None else getattr(worker.model_runner, "lora_manager", None)
-        if manager is None:
-            raise NoCarrierError("this engine was started without LoRA")
+    def __init__(self, manager: Any) -> None:
+        """Take the LoRA manager of a worker's model runner."""
         self._worker_manager, self._manager = manager, manager._adapter_manager
         self.max_rank: int = self._manager.lora_config.max_lora_rank
         self.dtype: torch.dtype = self._manager.lora_config.lora_dtype
 
     def _keep_others_out(self) -> None:
-        """Refuse from now on another adapter that uses the policy's LoRA id, or that the policy leaves no slot for.
-
-        vLLM knows adapters by their id alone and would serve a foreign request under this id with the policy.
-        """
+        """Refuse from now on another adapter if the policy leaves no slot for it."""
         add = self._worker_manager.add_adapter
-        if getattr(add, "is_qerl_check", False):
-            return
 
         def add_checked(request: Any) -> bool:
-            if request.lora_int_id == ADAPTER_ID and not request.lora_path.startswith(SCHEME):
-                raise AdapterError(
-                    f"LoRA id {ADAPTER_ID} belongs to the policy; give the adapter {request.lora_name!r} another one"
-                )
-            holds_a_slot = ADAPTER_ID in self._manager.lora_index_to_id
-            if request.lora_int_id != ADAPTER_ID and holds_a_slot and self._manager.lora_slots == 1:
+            if request.lora_int_id != ADAPTER_ID and self._manager.lora_slots == 1:
                 raise AdapterError(
                     f"the policy holds this engine's only LoRA slot, so the adapter {request.lora_name!r} has none; "
                     "start the engine with max_loras=2, max_cpu_loras=2 or more"
                 )
             return add(request)
 
-        add_checked.is_qerl_check = True  # type: ignore[attr-defined]
         self._worker_manager.add_adapter = add_checked
 
     def prepare(self) -> None:
-        """Pin an empty adapter, so that vLLM neither reads nor evicts ours; raise AdapterError if the id is taken."""
+        """Pin an empty adapter, so that vLLM neither reads nor evicts ours."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
         manager = self._manager
         if ADAPTER_ID in manager.list_adapters():
-            if getattr(manager.get_adapter(ADAPTER_ID), "is_qerl_policy", False):
-                return
-            raise AdapterError(
-                f"LoRA id {ADAPTER_ID} is already in use in this engine, and the policy needs it; give the other "
-                "adapter a smaller one"
-            )
+            return
         # vLLM wants at least one layer in an adapter, so one gets an adapter of zeros
         name, layer = next((name, layer) for name, layer in self._linears().items() if layer.n_slices == 1)
         a = torch.zeros(1, getattr(layer.base_layer, "input_size", layer.input_size), dtype=self.dtype)
         b = torch.zeros(layer.base_layer.output_size, 1, dtype=self.dtype)
         empty = LoRAModel(ADAPTER_ID, rank=1, loras={name: LoRALayerWeights(name, 1, 1, a, b)})
-        empty.is_qerl_policy = True
         manager.add_adapter(empty)
         manager.activate_adapter(ADAPTER_ID)
         manager.pin_adapter(ADAPTER_ID)
@@ -143,10 +123,6 @@ class LoraSlots:
                 yield stacked[slot]
 
     def _slot(self) -> int:
-        if ADAPTER_ID not in self._manager.lora_index_to_id:
-            raise AdapterError(
-                "vLLM has dropped the policy adapter's slot (were weights reloaded?); swap the adapter again"
-            )
         return self._manager.lora_index_to_id.index(ADAPTER_ID)
 
     def _linears(self) -> dict[str, Any]:

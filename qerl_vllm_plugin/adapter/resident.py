@@ -22,7 +22,7 @@ from qerl_kernels.adapter import Adapter, padded, spans
 from torch.nn.functional import linear
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from qerl_vllm_plugin.adapter.check import CheckedAdapter, NoCarrierError, Target, converted
+from qerl_vllm_plugin.adapter.check import CheckedAdapter, Target, converted
 from qerl_vllm_plugin.compat import layers as vllm_layers
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
@@ -123,12 +123,9 @@ def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 class ResidentAdapter:
     """A carrier that keeps the adapter in the buffers of all layers of one model."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Find the layers with buffers. Raises NoCarrierError if the model has none."""
-        self._layers = {layer.qerl_prefix: layer for layer in model.modules() if hasattr(layer, "policy_a")}
-        if not self._layers:
-            raise NoCarrierError("no layer of this model has a resident adapter")
-        first = next(iter(self._layers.values()))
+    def __init__(self, layers: list[Any]) -> None:
+        """Take the layers with buffers, at least one."""
+        self._layers, first = {layer.qerl_prefix: layer for layer in layers}, layers[0]
         self.max_rank = first.qerl_rank
         self.dtype = first.policy_a.dtype
         self.device = first.policy_a.device

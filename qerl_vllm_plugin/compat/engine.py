@@ -107,11 +107,12 @@ def api_servers(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config._api_process_count)
 
 
+@functools.cache  # once in a process
 def end_start_on_sigterm() -> None:
-    """Let SIGTERM end a server of this process that is still starting its engine; call it before ``vllm serve`` runs.
+    """Let SIGTERM end a server of this process that is still starting its engine.
 
-    vLLM turns the signal into a KeyboardInterrupt, which the context of the start's socket swallows. The server would
-    start all the same, or wait 600 s for an engine that the same signal has ended.
+    ``vllm serve`` turns the signal into a KeyboardInterrupt, which the context of the start's socket swallows. The
+    server would start all the same, or wait 600 s for an engine that the same signal has ended.
     """
     from vllm.v1.engine import utils
 
@@ -123,7 +124,9 @@ def end_start_on_sigterm() -> None:
             try:
                 yield socket
             except KeyboardInterrupt as told:
-                raise SystemExit(128 + signal.SIGTERM) from told
+                if told.args:  # vLLM's, for the signal; a user's Ctrl-C has none
+                    raise SystemExit(128 + signal.SIGTERM) from told
+                raise
 
     utils.zmq_socket_ctx = passing_on
 

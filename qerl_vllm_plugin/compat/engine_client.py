@@ -9,9 +9,7 @@ import functools
 import os
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -144,21 +142,3 @@ def watch_sequences(engine: Any, note: Callable[[Any, Callable[[], bool]], None]
 def end_requests(engine: Any, reason: str) -> None:
     """End with an error every request that an engine client is waiting for, whatever its engine does."""
     engine.output_processor.propagate_error(EngineDeadError(reason))
-
-
-def asked(llm: Any, method: str, *args: Any) -> Future[Any] | None:
-    """Call ``method`` of the engine core of a ``vllm.LLM`` in another process; return a future of its answer.
-
-    The core runs such calls in the order in which they were sent. Returns None, and calls nothing, if the core runs in
-    this process. vLLM's own client does the same for each of its methods (``call_utility``), but waits each time.
-    """
-    from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core_client import SyncMPClient
-
-    client = llm.llm_engine.engine_core
-    if not isinstance(client, SyncMPClient):
-        return None
-    number, answer = uuid.uuid1().int >> 64, Future[Any]()
-    client.utility_results[number] = answer
-    client._send_input(EngineCoreRequestType.UTILITY, (0, number, method, args))
-    return answer

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_vllm_plugin.compat import layers as vllm_layers
 from qerl_vllm_plugin.compat import worker as vllm_worker
 
 if TYPE_CHECKING:
@@ -112,12 +113,8 @@ def _sizes(layers: Any) -> dict[str, tuple[int, int]]:
     """Return the inputs and outputs, on all ranks together, of the linears with a slot, by their names in adapters."""
     sizes: dict[str, tuple[int, int]] = {}
     for name, module in layers.modules.items():
-        layer: Any = getattr(module, "base_layer", None)
-        outputs = getattr(layer, "output_sizes", None) or [getattr(layer, "output_size", None)]
-        if (heads := getattr(layer, "total_num_kv_heads", None)) is not None:  # vLLM counts copies of them, too
-            outputs = [layer.total_num_heads * layer.head_size, heads * layer.head_size]
-            outputs += [heads * getattr(layer, "v_head_size", layer.head_size)]
-        parts = layers.packed_modules.get(name) or [name]
-        if getattr(layer, "input_size", None) is not None and len(parts) == len(outputs) and None not in outputs:
+        layer, parts = getattr(module, "base_layer", None), layers.packed_modules.get(name) or [name]
+        if vllm_layers.is_linear(layer) and len(parts) == len(getattr(layer, "output_sizes", [layer.output_size])):
+            outputs = vllm_layers.output_sizes(layer, len(parts))
             sizes.update(zip(parts, ((layer.input_size, size) for size in outputs), strict=True))
     return sizes

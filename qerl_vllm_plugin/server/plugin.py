@@ -48,12 +48,6 @@ class EndpointPlugin:
                 f"/v1/qerl: --data-parallel-size {replicas} would let one replica answer for all; start one server a "
                 "replica, and change each"
             )
-        processes = getattr(args, "api_server_count", None) or 1
-        if processes > 1 and engine.api_servers(vllm_config) == 1:
-            raise ValueError(
-                f"--api-server-count {processes} starts one process here; `vllm serve` and `qerl serve` start them, "
-                "the module vllm.entrypoints.openai.api_server does not"
-            )
         if not engine.workers_share_this_machine(vllm_config):
             raise ValueError(
                 "/v1/qerl: adapters reach the workers through memory of this machine; start the server with "

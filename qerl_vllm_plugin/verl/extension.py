@@ -8,8 +8,8 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin.adapter.check import AdapterError, plain_config
-from qerl_vllm_plugin.worker.change import Answer, check_answers, on_all_ranks
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.worker.change import Answer, on_all_ranks
 from qerl_vllm_plugin.worker.policy import policy_of, prepare_swap
 
 logger = init_logger("vllm.qerl")
@@ -19,7 +19,6 @@ FULL_WEIGHTS = (
     "engine keeps its NVFP4 weights and takes an adapter alone. Set actor_rollout_ref.model.lora_rank, leave "
     "model.lora.merge false and set actor_rollout_ref.rollout.load_format=safetensors"
 )
-DELTAS = "this engine keeps its NVFP4 weights and takes no deltas to them; set rollout.checkpoint_engine.backend=naive"
 
 
 class Extension(vLLMColocateWorkerExtension):
@@ -59,24 +58,6 @@ class Extension(vLLMColocateWorkerExtension):
             return prepare_swap(policy, tensors, peft_config, None, None, "")
 
         return on_all_ranks(policy, prepare)
-
-    def update_weights_from_ipc(
-        self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
-    ) -> None:
-        """Receive an adapter under verl's own method name, for verl's stock server.
-
-        That server ignores answers, so an error that ``receive_adapter`` returns is raised here, as AdapterError or
-        PolicyLostError. With several ranks use ``Server`` (rollout.py): vLLM stops reading at the first rank that
-        raises.
-        """
-        check_answers([self.receive_adapter(peft_config and plain_config(peft_config), base_sync_done, use_shm)])
-
-    def _update_weights(self, weights: Any, peft_config: Any, base_sync_done: bool) -> None:
-        raise AdapterError(FULL_WEIGHTS.format(count=len(weights)))
-
-    def update_verl_delta_weights(self, update_info: dict[str, Any]) -> None:
-        """Raise AdapterError: deltas are changes of full weights."""
-        raise AdapterError(DELTAS)
 
     def _receive(self, keep: bool, use_shm: bool) -> tuple[dict[str, torch.Tensor], int]:
         """Receive all tensors; return them by name (none unless ``keep``), and how many came."""

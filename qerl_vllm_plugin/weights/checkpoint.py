@@ -26,8 +26,6 @@ from qerl_vllm_plugin.weights.formats import (
 )
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, TensorHeader, read_header
 
-__all__ = ["CheckpointError", "CheckpointReport", "Nvfp4Scheme", "check_tensors", "inspect_folder", "read_quantization"]
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARDED = "model-rank-*-part-*.safetensors"
 FLOATS = ("BF16", "F16", "F32")

@@ -58,8 +58,18 @@ class QerlLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        N, K = sum(output_partition_sizes), input_size_per_partition
-        self._describe(layer, K, output_partition_sizes, params_dtype)
+        N, K, widths = sum(output_partition_sizes), input_size_per_partition, list(output_partition_sizes)
+        if K % nvfp4.GROUP_SIZE:
+            raise ValueError(
+                f"{self.prefix}: {K} input columns on this rank; NVFP4 needs a multiple of {nvfp4.GROUP_SIZE}. "
+                'Use a smaller --tensor-parallel-size, or keep the layer in BF16 ("ignore")'
+            )
+        layer.qerl_prefix, layer.logical_widths, layer.params_dtype = self.prefix, widths, params_dtype
+        layer.output_size_per_partition, layer.input_size_per_partition = N, K
+        self.layout = layouts.choose(params_dtype, self.kernel)
+        if self.adapter_rank:
+            resident.create(layer, widths, K, self.parts, self.adapter_rank, params_dtype)
+        self.is_dummy = loads_dummy_weights()
         self._register_empty(layer, N, K, extra["weight_loader"])
 
     def _register_empty(self, layer: torch.nn.Module, N: int, K: int, load: Loader) -> None:
@@ -74,22 +84,6 @@ class QerlLinearMethod(LinearMethodBase):
         if self.drops_inputs:
             unused = PerTensorScaleParameter(data=torch.zeros_like(tensors[2]), weight_loader=load)
             layer.register_parameter(self.format.input_scale, unused)
-
-    def _describe(self, layer: torch.nn.Module, K: int, widths: list[int], params_dtype: torch.dtype) -> None:
-        if K % nvfp4.GROUP_SIZE:
-            raise ValueError(
-                f"{self.prefix}: {K} input columns on this rank; NVFP4 needs a multiple of {nvfp4.GROUP_SIZE}. "
-                'Use a smaller --tensor-parallel-size, or keep the layer in BF16 ("ignore")'
-            )
-        layer.qerl_prefix = self.prefix
-        layer.logical_widths = list(widths)
-        layer.input_size_per_partition = K
-        layer.output_size_per_partition = sum(widths)
-        layer.params_dtype = params_dtype
-        self.layout = layouts.choose(params_dtype, self.kernel)
-        if self.adapter_rank:
-            resident.create(layer, list(widths), K, self.parts, self.adapter_rank, params_dtype)
-        self.is_dummy = loads_dummy_weights()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Move the layer to its layout; raise CheckpointError if a tensor has not arrived or holds illegal values."""
@@ -147,12 +141,8 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
             self._register(layer, *_empty(N, K, len(layer.logical_widths)))
             return
         # on the meta device it takes no memory; the real tensor exists only while its parts arrive
-        weight = ModelWeightParameter(
-            data=torch.empty(N, K, dtype=layer.params_dtype, device="meta"),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=load_part,
-        )
+        data = torch.empty(N, K, dtype=layer.params_dtype, device="meta")
+        weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load_part)
         layer.register_parameter("weight", weight)
         self.staging: ModelWeightParameter | None = None
 
@@ -161,12 +151,8 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
             if self.arrived.complete:
                 raise CheckpointError(f"{self.prefix}.weight appears twice in the checkpoint")
             # BF16 whatever the engine's dtype: `qerl quantize` also rounds the source and its amax to BF16
-            self.staging = ModelWeightParameter(
-                data=torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=self.device),
-                input_dim=1,
-                output_dim=0,
-                weight_loader=self.load,
-            )
+            data = torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=self.device)
+            self.staging = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=self.load)
         self.load(self.staging, loaded, *shard)
         self.arrived.add(*shard)
         if self.arrived.complete:
@@ -211,17 +197,13 @@ class AdaptedLinearMethod(UnquantizedLinearMethod):
         layer: torch.nn.Module,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
+        *sizes: Any,
         **extra: Any,
     ) -> None:
-        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
-        super().create_weights(layer, *sizes, params_dtype, **extra)
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *sizes, **extra)
         layer.qerl_prefix = self.prefix
-        resident.create(
-            layer, output_partition_sizes, input_size_per_partition, self.parts, self.adapter_rank, params_dtype
-        )
+        place = output_partition_sizes, input_size_per_partition, self.parts, self.adapter_rank
+        resident.create(layer, *place, layer.weight.dtype)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``."""

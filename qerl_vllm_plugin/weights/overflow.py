@@ -68,7 +68,7 @@ def watched(
     """
     calls = Calls()
     limit = _limit(dtype)
-    multiplies = is_linear or _is_linear
+    multiplies = is_linear or (lambda module: isinstance(module, torch.nn.Linear))
 
     def look(name: str) -> Any:
         @torch.no_grad()
@@ -118,10 +118,6 @@ def _refuse_beyond(calls: Calls, who: str, dtype: torch.dtype, way_out: str) -> 
         if (number := float(real)) < float("inf"):
             size = f"of {number:.0f}" if number < 1e9 else f"of {number:.1e}"
         raise ActivationOverflow(f"{name}: {who} computes an activation {size}; {ends}. {way_out}")
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear)
 
 
 def can_check(vllm_config: "VllmConfig") -> bool:

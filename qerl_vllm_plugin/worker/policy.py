@@ -3,7 +3,6 @@
 ``prepare_swap`` and ``prepare_noise`` check a change and return what commits it; ``change.on_all_ranks`` runs both.
 """
 
-import contextlib
 import hashlib
 import math
 import uuid
@@ -16,7 +15,7 @@ import torch
 from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.adapter import check
 from qerl_vllm_plugin.adapter import folder as adapter_folder
-from qerl_vllm_plugin.adapter.check import AdapterError, NoCarrierError, Target
+from qerl_vllm_plugin.adapter.check import AdapterError, Target
 from qerl_vllm_plugin.adapter.lora_slots import LoraSlots
 from qerl_vllm_plugin.adapter.resident import ResidentAdapter
 from qerl_vllm_plugin.compat import layers as vllm_layers
@@ -119,11 +118,10 @@ def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
 
 def _carrier(model: torch.nn.Module, worker: Any) -> LoraSlots | ResidentAdapter | None:
     """Return what keeps the adapter: the layers, vLLM's LoRA slots, or None if this engine has room in neither."""
-    with contextlib.suppress(NoCarrierError):
-        return ResidentAdapter(model)
-    with contextlib.suppress(NoCarrierError):
-        return LoraSlots(worker)
-    return None
+    if layers := [layer for layer in model.modules() if hasattr(layer, "policy_a")]:
+        return ResidentAdapter(layers)
+    manager = None if worker is None else getattr(worker.model_runner, "lora_manager", None)
+    return None if manager is None else LoraSlots(manager)
 
 
 def install_at_start(model: torch.nn.Module, folder: str) -> None:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from waiting import PATIENCE
 
-from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 from qerl_vllm_plugin.wire import timing
+from qerl_vllm_plugin.wire.timing import begun
 
 EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
 
@@ -29,9 +29,9 @@ def policy(engine, monkeypatch):
     policy.swap(None)
     policy._sender.is_here, policy.asked, policy.emptied = False, [], Future()
 
-    def note(llm, method, *args):
-        policy.asked.append(args[0] if method == "collective_rpc" else method)
-        return policy.emptied if method == EMPTY else None  # the other calls are made in a thread
+    def note(call):
+        policy.asked.append(call.args[0] if call.args else EMPTY)
+        return begun(call) if call.args else policy.emptied
 
     encoded = policy._sender._encoded
 
@@ -44,7 +44,7 @@ def policy(engine, monkeypatch):
             yield sent
 
     monkeypatch.setattr("qerl_vllm_plugin.policy.scheduler_here", lambda llm: None)
-    monkeypatch.setattr(engine_client, "asked", note)
+    monkeypatch.setattr("qerl_vllm_plugin.policy.begun", note)
     monkeypatch.setattr(policy._sender, "_encoded", packed)
     return policy
 

@@ -78,10 +78,9 @@ def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
 
 @pytest.fixture
 def start(environment, make_nvfp4):
-    """start(replicas=1, executor="uni", processes=1, connector=None, options={}) returns the error text of opening the
-    policy."""
+    """start(replicas=1, executor="uni", connector=None, options={}) returns the error text of opening the policy."""
 
-    def open_policy(replicas=1, executor="uni", processes=1, connector=None, options=None):
+    def open_policy(replicas=1, executor="uni", connector=None, options=None):
         environment(QERL_ADMIN_TOKEN=LONG)
         app, plugin = FastAPI(), EndpointPlugin()
         plugin.attach_router(app)
@@ -92,9 +91,8 @@ def start(environment, make_nvfp4):
             model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
             additional_config={"qerl": options or {}},
         )
-        engine, arguments = SimpleNamespace(vllm_config=config), SimpleNamespace(api_server_count=processes)
         with pytest.raises(ValueError) as refused:
-            asyncio.run(plugin.init_state(engine, app.state, arguments))
+            asyncio.run(plugin.init_state(SimpleNamespace(vllm_config=config), app.state, None))
         return str(refused.value)
 
     return open_policy
@@ -108,12 +106,11 @@ CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     ("server", "text"),
     [
         ({"replicas": 2}, "--data-parallel-size 2"),
-        ({"processes": 2}, "--api-server-count 2 starts one process here; `vllm serve` and `qerl serve` start them"),
         ({"options": NO_DIRECTORY}, "/no/such/directory is no directory"),
         ({"executor": "ray"}, "--distributed-executor-backend mp"),
         ({"connector": CONNECTOR}, "ExampleConnector keeps keys and values outside"),
     ],
-    ids=["replicas", "processes", "folders", "executor", "connector"],
+    ids=["replicas", "folders", "executor", "connector"],
 )
 def test_servers_of_which_only_a_part_would_change(start, server, text):
     assert text in start(**server)

@@ -9,6 +9,7 @@ from vllm.v1.engine import utils
 from vllm.v1.worker import worker_base
 
 from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.quantization import QerlConfig
 
 
 def test_a_models_class_is_looked_at_in_this_process(monkeypatch):
@@ -101,7 +102,8 @@ def test_a_sigterm_ends_a_start_that_waits_for_its_engine(monkeypatch):
     monkeypatch.setattr(utils, "CoreEngineProcManager", Mock())
     monkeypatch.setattr(utils, "wait_for_engine_startup", Mock(side_effect=KeyboardInterrupt("terminated")))
     monkeypatch.setattr(utils, "zmq_socket_ctx", utils.zmq_socket_ctx)
-    engine.end_start_on_sigterm()
+    engine.end_start_on_sigterm.cache_clear()
+    QerlConfig()
     with pytest.raises(SystemExit) as ended, utils.launch_core_engines(config, None, False, Mock()):
         pass
     assert ended.value.code == 143
