@@ -3,6 +3,7 @@
 This module needs neither vLLM nor torch, so a command can check the options at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,8 +11,6 @@ from typing import Any
 
 from qerl_vllm_plugin.wire.timing import PATIENCE
 
-KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel", "policy_folders", "weight_only", "untested_models"}
-KNOWN_OPTIONS |= {"policy_timeout"}
 KERNELS = ("auto", "tiled", "marlin", "dequantize", "batch_invariant")
 NO_WEIGHT_TRANSFER = (
     "--weight-transfer-config has no place here: the weights of a qerl_nvfp4 engine are frozen, and no adapter fits "
@@ -24,6 +23,35 @@ ONE_CARRIER = (
     "every request. Use --enable-lora alone for several adapters"
 )
 MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
+
+
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))
+
+
+def _is_adapter(value: Any) -> bool:
+    if not isinstance(value, dict) or not {"rank"} <= set(value) <= {"rank", "path"}:
+        return False
+    is_rank = type(value["rank"]) is int and 0 < value["rank"] <= MAX_ADAPTER_RANK
+    return is_rank and isinstance(value.get("path"), str | None)
+
+
+KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {  # which values a key may have, and how that is said
+    "ignore": (_is_names, "a list of layer names"),
+    "policy_adapter": (
+        _is_adapter,
+        f'{{"rank": R}} with a whole number R from 1 to {MAX_ADAPTER_RANK}, and "path": FOLDER for an adapter that is '
+        "there at start (for a server without one leave it out)",
+    ),
+    "kernel": (lambda value: value in KERNELS, f"one of {', '.join(KERNELS)}"),
+    "policy_folders": (lambda value: isinstance(value, str | None), "the path of a directory"),
+    "weight_only": (lambda value: isinstance(value, bool), "true or false"),
+    "untested_models": (lambda value: isinstance(value, bool), "true or false"),
+    "policy_timeout": (
+        lambda value: type(value) in (int, float) and 0 < value < float("inf"),
+        "a number of seconds above 0",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -60,43 +88,27 @@ class Options:
         if not isinstance(given, dict):
             raise ValueError(f'--additional-config: "qerl" must be an object, not {given!r}')
         others = additional_config if isinstance(additional_config, dict) else {}
-        if beside := sorted(KNOWN_OPTIONS & others.keys()):
+        if beside := sorted(KEYS.keys() & others.keys()):
             raise ValueError(
                 f'--additional-config: "{beside[0]}" stands beside "qerl", where nothing reads it; write '
                 f'{{"qerl": {{"{beside[0]}": ...}}}}'
             )
         if alike := get_close_matches("qerl", [str(key) for key in others if key != "qerl"], n=1, cutoff=0.7):
             raise ValueError(f'--additional-config: nothing reads the key {alike[0]!r}; write "qerl"')
-        if unknown := sorted(set(given) - KNOWN_OPTIONS):
-            raise ValueError(
-                f'--additional-config: unknown key {unknown[0]!r} under "qerl"; known: {sorted(KNOWN_OPTIONS)}'
-            )
-        ignore, adapter = given.get("ignore"), given.get("policy_adapter")
-        if ignore is not None and (
-            not isinstance(ignore, list | tuple) or not all(isinstance(name, str) for name in ignore)
-        ):
-            raise ValueError(f'--additional-config: "qerl.ignore" must be a list of layer names, not {ignore!r}')
-        rank, path = _adapter(adapter) if "policy_adapter" in given else (0, None)
-        folders = given.get("policy_folders")
-        if not isinstance(folders, str | None):
-            raise ValueError(
-                f'--additional-config: "qerl.policy_folders" must be the path of a directory, not {folders!r}'
-            )
-        kernel = given.get("kernel", "auto")
-        if kernel not in KERNELS:
-            raise ValueError(f'--additional-config: "qerl.kernel" is {kernel!r}; it is one of {", ".join(KERNELS)}')
-        switches = [given.get(key, False) for key in ("weight_only", "untested_models")]
-        for key, value in zip(("weight_only", "untested_models"), switches, strict=True):
-            if not isinstance(value, bool):
-                raise ValueError(f'--additional-config: "qerl.{key}" must be true or false, not {value!r}')
-        timeout = given.get("policy_timeout", PATIENCE)
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
-            raise ValueError(
-                f'--additional-config: "qerl.policy_timeout" must be a number of seconds above 0, not {timeout!r}'
-            )
-        weight_only, untested = switches
-        ignored = tuple(ignore) if ignore is not None else None
-        return cls(ignored, rank, kernel, path, folders, weight_only, untested, timeout)
+        for key, value in given.items():
+            if key not in KEYS:
+                raise ValueError(f'--additional-config: unknown key {key!r} under "qerl"; known: {sorted(KEYS)}')
+            is_right, wanted = KEYS[key]
+            if not is_right(value):
+                raise ValueError(f'--additional-config: "qerl.{key}" must be {wanted}, not {value!r}')
+        ignore, adapter = given.get("ignore"), given.get("policy_adapter", {})
+        plain = given.keys() - {"ignore", "policy_adapter"}
+        return cls(
+            ignore=None if ignore is None else tuple(ignore),
+            adapter_rank=adapter.get("rank", 0),
+            adapter_path=adapter.get("path"),
+            **{key: given[key] for key in plain},
+        )
 
     def check_folders(self) -> None:
         """Raise ValueError if ``policy_folders`` is given and is no directory."""
@@ -104,19 +116,3 @@ class Options:
             raise ValueError(
                 f'--additional-config: "qerl.policy_folders": {self.policy_folders} is no directory; make it first'
             )
-
-
-def _adapter(given: Any) -> tuple[int, str | None]:
-    """Return the rank and the folder, or None, of "policy_adapter". Raises ValueError for anything else."""
-    found: dict[str, Any] = {"rank": None}
-    if isinstance(given, dict) and {"rank"} <= set(given) <= {"rank", "path"}:
-        found = given
-    rank, path = found["rank"], found.get("path")
-    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank <= MAX_ADAPTER_RANK
-    if not is_rank or not isinstance(path, str | None):
-        raise ValueError(
-            '--additional-config: "qerl.policy_adapter" must be {"rank": R} with a whole number R from 1 to '
-            f'{MAX_ADAPTER_RANK}, and "path": FOLDER for an adapter that is there at start, not {given!r}; for a '
-            "server without one leave it out"
-        )
-    return rank, path

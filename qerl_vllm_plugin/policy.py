@@ -274,21 +274,13 @@ class Policy:
         self._call("qerl_check_unchanged", refusal=KVCacheError)
 
     def state(self, *, digest: bool = False) -> PolicyState:
-        """Return what the engine serves now. Raises RuntimeError if the ranks differ."""
-        stages: dict[int, list[dict[str, Any]]] = {}  # by pipeline stage: the ranks that hold the same layers
-        for state in self._call("qerl_state", digest):
-            stages.setdefault(state["stage"], []).append(state)
-        ranks = [rank for stage in stages.values() for rank in stage]
-        everywhere = ("version", "hash", "sigma", "seed", "rollout", "targets")
-        same = all(rank[key] == ranks[0][key] for rank in ranks for key in everywhere)
-        if not same or any(rank.get("norms") != stage[0].get("norms") for stage in stages.values() for rank in stage):
-            raise RuntimeError(f"the workers of this engine hold different policies: {ranks}; restart it")
+        """Return what the engine serves now."""
+        ranks = self._call("qerl_state", digest)
+        stages = {rank["stage"]: rank for rank in reversed(ranks)}  # the first rank of each pipeline stage
         found = {key: ranks[0][key] for key in ("version", "sigma", "seed", "rollout")}
-        norms, adapter = (
-            _joined([stages[stage][0][key] for stage in sorted(stages)]) if digest else None
-            for key in ("norms", "adapter")
-        )
-        return PolicyState(**found, targets=tuple(ranks[0]["targets"]), norms=norms, adapter=adapter)
+        kinds = ("norms", "adapter") if digest else ()
+        digests = {kind: _joined([stages[stage][kind] for stage in sorted(stages)]) for kind in kinds}
+        return PolicyState(**found, targets=tuple(ranks[0]["targets"]), **digests)
 
     def _call(
         self, method: str, *args: Any, refusal: type[Exception] = AdapterError, **keywords: Any

@@ -26,15 +26,6 @@ DEFAULT_IGNORE = ("lm_head",)
 CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
 
 
-def check_load_format(load_format: str) -> None:
-    """Raise ValueError for a sharded format: it holds the memory of one engine, not a checkpoint."""
-    if "sharded" in load_format:
-        raise ValueError(
-            f"--load-format {load_format}: what save_sharded_state has written is the memory of one engine, in a "
-            "layout that others may not have; serve the checkpoint that it was made from, with --load-format auto"
-        )
-
-
 class QerlConfig(QuantizationConfig):
     """The quantization config of qerl_nvfp4.
 
@@ -234,13 +225,7 @@ class QerlConfig(QuantizationConfig):
         from vllm.platforms import current_platform
 
         from qerl_vllm_plugin import norms
-        from qerl_vllm_plugin.adapter.folder import (
-            check_base,
-            check_before_load,
-            check_folder,
-            check_modules,
-            check_tensors,
-        )
+        from qerl_vllm_plugin.adapter import folder as adapter_folder
         from qerl_vllm_plugin.compat import drafts, engine, loading, lora_loading
         from qerl_vllm_plugin.compat import worker as vllm_worker
         from qerl_vllm_plugin.weights import layouts
@@ -252,7 +237,7 @@ class QerlConfig(QuantizationConfig):
         options = Options.parse(vllm_config.additional_config)
         options.check_folders()
         if options.adapter_path is not None:
-            check_before_load(options.adapter_path, None, options.adapter_rank)
+            adapter_folder.check_before_load(options.adapter_path, None, options.adapter_rank)
         if (options.kernel == "batch_invariant") != envs.VLLM_BATCH_INVARIANT:
             raise ValueError(
                 "VLLM_BATCH_INVARIANT=1 is an experiment under qerl_nvfp4, asked for in two places: that variable, for "
@@ -266,7 +251,11 @@ class QerlConfig(QuantizationConfig):
                 "the usual cache, and whoever trains on these answers has that difference; it is meant for serving",
                 cache,
             )
-        check_load_format(vllm_config.load_config.load_format)
+        if "sharded" in (load_format := vllm_config.load_config.load_format):
+            raise ValueError(
+                f"--load-format {load_format}: what save_sharded_state has written is the memory of one engine, in a "
+                "layout that others may not have; serve the checkpoint that it was made from, with --load-format auto"
+            )
         hf_overrides = vllm_config.model_config.hf_overrides
         overrides = hf_overrides if isinstance(hf_overrides, dict) else {}
         check_overrides(overrides)
@@ -287,7 +276,7 @@ class QerlConfig(QuantizationConfig):
         def inspect(folder: Path) -> None:
             report = inspect_folder(folder, weight_only=options.weight_only)
             if options.adapter_path is not None:
-                check_base(options.adapter_path, folder)
+                adapter_folder.check_base(options.adapter_path, folder)
             if self.scheme is not None and self.scheme.extras:
                 # a warning, because something is dropped and `qerl serve` shows nothing below warnings
                 logger.warning("%s", weights_taken(report, CACHE_SCALES))
@@ -325,7 +314,7 @@ class QerlConfig(QuantizationConfig):
             )
         if options.adapter_rank and vllm_config.lora_config is not None:
             raise ValueError(ONE_CARRIER)
-        lora_loading.watch(vllm_config, check_folder, check_modules, check_tensors)
+        lora_loading.watch(vllm_config, adapter_folder)
         vllm_worker.draw_with_whole_prompts_alone()
         drafts.expand_on_cpu()
         self.adapter_rank, self.kernel = options.adapter_rank, options.kernel

@@ -9,9 +9,9 @@ one: beside a request with an adapter, it would be answered by whatever adapter 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_vllm_plugin.compat import layers as vllm_layers
 from qerl_vllm_plugin.compat import worker as vllm_worker
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-CheckFolder = Callable[[Path, Path | None, int], None]  # the adapter's folder, the base's, the largest rank
-CheckModules = Callable[[Path, Iterable[str], Iterable[str]], None]  # the folder, its modules, those with a slot
-# the folder, A and B by module, the rank, inputs and outputs by module
-CheckTensors = Callable[[Path, Mapping[str, Any], int, Mapping[str, tuple[int, int]]], None]
+class Checks(Protocol):
+    """The checks of an adapter, which adapter/folder.py has: of its folder before vLLM reads it, then of what it reads.
 
-
-def watch(
-    vllm_config: "VllmConfig", check_folder: CheckFolder, check_modules: CheckModules, check_tensors: CheckTensors
-) -> None:
-    """Let no adapter into an engine's LoRA slots unchecked. Call it while the engine's model is being built.
-
-    ``check_folder`` is called before vLLM reads an adapter, ``check_modules`` and ``check_tensors`` with
-    what it has read.
+    ``base`` is the checkpoint's folder. ``slots`` are the modules with a slot, ``sizes`` their inputs and outputs.
     """
+
+    def check_folder(self, folder: Path, base: Path | None, max_rank: int) -> None: ...
+    def check_modules(self, folder: Path, adapted: Iterable[str], slots: Iterable[str]) -> None: ...
+    def check_tensors(
+        self, folder: Path, pairs: Mapping[str, Any], rank: int, sizes: Mapping[str, tuple[int, int]]
+    ) -> None: ...
+
+
+def watch(vllm_config: "VllmConfig", checks: Checks) -> None:
+    """Let no adapter into an engine's LoRA slots unchecked. Call it while the engine's model is being built."""
     if vllm_config.lora_config is None:
         return
     runner = vllm_worker.runner_above()
@@ -44,7 +45,7 @@ def watch(
     @functools.wraps(load)
     def load_and_watch(*args: Any, **keywords: Any) -> Any:
         model = load(*args, **keywords)
-        _check_what_is_read(runner.lora_manager, vllm_config, check_folder, check_modules, check_tensors)
+        _check_what_is_read(runner.lora_manager, vllm_config, checks)
         layers = runner.lora_manager._adapter_manager.modules.values()
         for wrapper in {getattr(layer, "punica_wrapper", None) for layer in layers}:
             if type(wrapper).__name__ == "PunicaWrapperCPU":
@@ -79,13 +80,7 @@ def _spare_others(wrapper: Any) -> None:
     spare("add_lora_logits", "sampler_indices")
 
 
-def _check_what_is_read(
-    manager: Any,
-    vllm_config: "VllmConfig",
-    check_folder: CheckFolder,
-    check_modules: CheckModules,
-    check_tensors: CheckTensors,
-) -> None:
+def _check_what_is_read(manager: Any, vllm_config: "VllmConfig", checks: Checks) -> None:
     """Run the checks around the method by which vLLM's WorkerLoRAManager reads an adapter before its first request."""
     from vllm.lora.utils import get_adapter_absolute_path
 
@@ -99,11 +94,11 @@ def _check_what_is_read(
     def read_checked(request: Any) -> Any:
         folder = Path(get_adapter_absolute_path(request.lora_path))
         if (folder / "adapter_config.json").is_file():  # vLLM itself reports a missing file
-            check_folder(folder, checkpoint_folder(vllm_config), manager.lora_config.max_lora_rank)
+            checks.check_folder(folder, checkpoint_folder(vllm_config), manager.lora_config.max_lora_rank)
         lora = read(request)
-        check_modules(folder, lora.loras, slots)
+        checks.check_modules(folder, lora.loras, slots)
         pairs = {name: (weights.lora_a, weights.lora_b) for name, weights in lora.loras.items()}
-        check_tensors(folder, pairs, lora.rank, sizes)
+        checks.check_tensors(folder, pairs, lora.rank, sizes)
         return lora
 
     manager._load_adapter = read_checked
@@ -113,7 +108,8 @@ def _sizes(layers: Any) -> dict[str, tuple[int, int]]:
     """Return the inputs and outputs, on all ranks together, of the linears with a slot, by their names in adapters."""
     sizes: dict[str, tuple[int, int]] = {}
     for name, module in layers.modules.items():
-        layer, parts = getattr(module, "base_layer", None), layers.packed_modules.get(name) or [name]
+        layer: Any = getattr(module, "base_layer", None)
+        parts = layers.packed_modules.get(name) or [name]
         if vllm_layers.is_linear(layer) and len(parts) == len(getattr(layer, "output_sizes", [layer.output_size])):
             outputs = vllm_layers.output_sizes(layer, len(parts))
             sizes.update(zip(parts, ((layer.input_size, size) for size in outputs), strict=True))

@@ -6,6 +6,7 @@ rows of each part (q, k, v or gate, up).
 """
 
 import hashlib
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -110,17 +111,17 @@ class Marlin:
         if bool((divisors == divisors[0]).all()):
             widths, divisors = [sum(widths)], divisors[:1]
         parts, flushed = [], 0
-        for start, width, divisor in zip(_starts(widths), widths, divisors, strict=True):
-            part = torch.nn.Module()
-            part.weight = Parameter(layer.weight_packed.data[start : start + width].contiguous(), requires_grad=False)
-            scales = layer.weight_scale.data[start : start + width].contiguous()
+        for end, width, divisor in zip(accumulate(widths), widths, divisors, strict=True):
+            part, rows = torch.nn.Module(), slice(end - width, end)
+            part.weight = Parameter(layer.weight_packed.data[rows].contiguous(), requires_grad=False)
+            scales = layer.weight_scale.data[rows].contiguous()
             part.weight_scale = Parameter(scales, requires_grad=False)
             part.register_buffer("tensor_scale", (1.0 / divisor).reshape(()), persistent=False)
             part.weight_global_scale = Parameter(part.tensor_scale, requires_grad=False)
             part.output_size_per_partition, part.input_size_per_partition = width, layer.input_size_per_partition
             part.params_dtype = layer.params_dtype
             if bias is not None:
-                part.bias = Parameter(bias.data[start : start + width], requires_grad=False)
+                part.bias = Parameter(bias.data[rows], requires_grad=False)
             prepare_fp4_layer_for_marlin(part)  # repacks the weight and permutes the bias
             flushed += _flushed(scales, part.weight_scale.data)
             part.scale_exponent = _exponent(scales, part.weight_scale.data)
@@ -156,19 +157,15 @@ def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
     """Return the layout that ``kernel`` names, for "auto" the best here; raise ValueError if it cannot run here."""
     is_cuda = current_platform.is_cuda()
     can_tile = is_cuda and current_platform.is_device_capability(90) and params_dtype in tiles.ORDERS
-    if kernel == "tiled" and not can_tile:
+    if kernel in ("tiled", "batch_invariant") and not can_tile:
         raise ValueError(
-            '"qerl.kernel": "tiled" needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16; use "auto"'
+            f'"qerl.kernel": "{kernel}" needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16; use "auto"'
         )
-    if kernel == "batch_invariant":
-        if not can_tile:
-            raise ValueError(f"{BATCH_INVARIANT} needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16")
-        return Tiled(fixed_order=True)
     if kernel == "marlin" and not is_cuda:
         raise ValueError('"qerl.kernel": "marlin" needs an NVIDIA GPU; use "auto"')
     if kernel == "dequantize" or not is_cuda:
         return Canonical()
-    return Tiled() if can_tile and kernel != "marlin" else Marlin()
+    return Tiled(fixed_order=kernel == "batch_invariant") if can_tile and kernel != "marlin" else Marlin()
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -215,10 +212,6 @@ def _exponent(block_scales: torch.Tensor, stored: torch.Tensor) -> int | None:
     whole = torch.zeros(rows, groups, dtype=torch.uint8, device=block_scales.device)
     whole[:N] = block_scales.view(torch.uint8)
     return marlin_layout.scale_exponent(whole.view(torch.float8_e4m3fn), stored.view(torch.uint8)[:groups, :rows])
-
-
-def _starts(widths: list[int]) -> list[int]:
-    return [sum(widths[:i]) for i in range(len(widths))]
 
 
 def _flushed(scales: torch.Tensor, stored: torch.Tensor) -> int:

@@ -67,7 +67,7 @@ def watched(
     do, because all tensor-parallel ranks must make the same calls.
     """
     calls = Calls()
-    limit = _limit(dtype)
+    limit, _ = _limit(dtype)
     multiplies = is_linear or (lambda module: isinstance(module, torch.nn.Linear))
 
     def look(name: str) -> Any:
@@ -99,20 +99,18 @@ def watched(
     _refuse_beyond(calls, who, dtype, way_out)
 
 
-def _limit(dtype: torch.dtype) -> float:
-    """Return the largest activation with which a model in ``dtype`` still computes correctly."""
-    return LARGEST if dtype == torch.float16 else LARGEST_SQUARED
+def _limit(dtype: torch.dtype) -> tuple[float, str]:
+    """Return the largest activation with which a model in ``dtype`` still computes correctly, and why."""
+    if dtype == torch.float16:
+        return LARGEST, f"float16 ends at {LARGEST:.0f}"
+    return LARGEST_SQUARED, f"beyond {LARGEST_SQUARED:.0e} the next norm's sum of squares is infinite"
 
 
 def _refuse_beyond(calls: Calls, who: str, dtype: torch.dtype, way_out: str) -> None:
-    if not calls:
-        return
-    ends = f"float16 ends at {LARGEST:.0f}"
-    if dtype != torch.float16:
-        ends = f"beyond {LARGEST_SQUARED:.0e} the next norm's sum of squares is infinite"
-    sizes = torch.stack([value for _, value, _ in calls]).tolist()
+    limit, ends = _limit(dtype)
+    sizes = torch.stack([value for _, value, _ in calls]).tolist() if calls else []
     for (name, _, real), value in zip(calls, sizes, strict=True):
-        if value <= _limit(dtype):
+        if value <= limit:
             continue
         size = "that is infinite or no number, or is given one"
         if (number := float(real)) < float("inf"):

@@ -70,7 +70,7 @@ def resume(worker: Any) -> None:
     released: Released | None = policy.released
     if released is None:
         raise KVCacheError("the KV cache of this engine has its memory; there is nothing to resume")
-    _check_unchanged(released.checksums, _checksums(worker))
+    check_unchanged(worker)
     memory, needed, free = released.memory, sum(size for _, size in released.pieces), released.memory.free_bytes()
     if needed > free:
         raise KVCacheError(_no_room(needed, f"the GPU has {free / 2**30:.2f} GiB left"))
@@ -138,12 +138,7 @@ def _tensors(worker: Any) -> dict[str, torch.Tensor]:
 def check_unchanged(worker: Any) -> None:
     """Raise KVCacheError if a tensor has changed since the KV cache was released; do nothing if it is not released."""
     released: Released | None = policy_of(worker).released
-    if released is not None:
-        _check_unchanged(released.checksums, _checksums(worker))
-
-
-def _check_unchanged(before: dict[str, tuple[int, Checksum]], now: dict[str, tuple[int, Checksum]]) -> None:
-    if before == now:
+    if released is None or (before := released.checksums) == (now := _checksums(worker)):
         return
     name = next(name for name in (*before, *now) if before.get(name) != now.get(name))
     moved = name not in before or name not in now or before[name][0] != now[name][0]

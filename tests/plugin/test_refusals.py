@@ -51,7 +51,7 @@ def refusal(boot):
         ({"ignore": [1]}, '"qerl.ignore" must be a list'),
         ({"weight_only": 1}, '"qerl.weight_only" must be true or false'),
         ({"untested_models": "yes"}, '"qerl.untested_models" must be true or false'),
-        ({"kernel": "cutlass"}, "it is one of auto, tiled, marlin, dequantize"),
+        ({"kernel": "cutlass"}, "must be one of auto, tiled, marlin, dequantize"),
         ({"policy_folders": 1}, '"qerl.policy_folders" must be the path of a directory'),
         ({"policy_timeout": 0}, '"qerl.policy_timeout" must be a number of seconds above 0'),
         ({"policy_timeout": True}, '"qerl.policy_timeout" must be a number of seconds above 0'),

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
+from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.adapter.check import AdapterError
-from qerl_vllm_plugin.adapter.folder import base_hash, check_folder, check_modules, check_tensors
+from qerl_vllm_plugin.adapter.folder import base_hash, check_folder, check_modules
 from qerl_vllm_plugin.compat import lora_loading
 from qerl_vllm_plugin.compat import worker as vllm_worker
 
@@ -146,7 +147,7 @@ class Runner:
         self.config, self.adapted, self.reads = config, adapted, 0
 
     def load_model(self):
-        lora_loading.watch(self.config, check_folder, check_modules, check_tensors)
+        lora_loading.watch(self.config, adapter_folder)
         self.load_lora_model()
 
     def load_lora_model(self):
