@@ -41,7 +41,7 @@ KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {  # which values a key may
     "policy_adapter": (
         _is_adapter,
         f'{{"rank": R}} with a whole number R from 1 to {MAX_ADAPTER_RANK}, and "path": FOLDER for an adapter that is '
-        "there at start (for a server without one leave it out)",
+        "there at start, or left out for a server without one",
     ),
     "kernel": (lambda value: value in KERNELS, f"one of {', '.join(KERNELS)}"),
     "policy_folders": (lambda value: isinstance(value, str | None), "the path of a directory"),

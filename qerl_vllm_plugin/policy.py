@@ -278,9 +278,11 @@ class Policy:
         ranks = self._call("qerl_state", digest)
         stages = {rank["stage"]: rank for rank in reversed(ranks)}  # the first rank of each pipeline stage
         found = {key: ranks[0][key] for key in ("version", "sigma", "seed", "rollout")}
-        kinds = ("norms", "adapter") if digest else ()
-        digests = {kind: _joined([stages[stage][kind] for stage in sorted(stages)]) for kind in kinds}
-        return PolicyState(**found, targets=tuple(ranks[0]["targets"]), **digests)
+        norms, adapter = (
+            _joined([stages[stage][key] for stage in sorted(stages)]) if digest else None
+            for key in ("norms", "adapter")
+        )
+        return PolicyState(**found, targets=tuple(ranks[0]["targets"]), norms=norms, adapter=adapter)
 
     def _call(
         self, method: str, *args: Any, refusal: type[Exception] = AdapterError, **keywords: Any

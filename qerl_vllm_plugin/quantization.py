@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from qerl_vllm_plugin import NAME
+from qerl_vllm_plugin.compat import layers as vllm_layers
 from qerl_vllm_plugin.options import ONE_CARRIER, Options
 from qerl_vllm_plugin.weights.checkpoint import Nvfp4Scheme, check_overrides, inspect_folder, weights_taken
 from qerl_vllm_plugin.weights.expected import CONFIG, experts
@@ -90,8 +91,6 @@ class QerlConfig(QuantizationConfig):
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearBase
 
-        from qerl_vllm_plugin.compat import layers as vllm_layers
-
         vllm_config = get_current_vllm_config()
         self._prepare(vllm_config)
         self._met.add(prefix)
@@ -143,8 +142,6 @@ class QerlConfig(QuantizationConfig):
 
     def kind(self, prefix: str) -> str | None:
         """Return ``Nvfp4Scheme.kind`` by vLLM's name; raise CheckpointError if a fused layer's parts differ in it."""
-        from qerl_vllm_plugin.compat import layers as vllm_layers
-
         scheme = replace(self.scheme or Nvfp4Scheme(), ignore=self.ignore)
         whole = vllm_layers.checkpoint_names(self.mappers, prefix)
         if any(scheme.is_ignored(name) for name in whole):
@@ -176,8 +173,6 @@ class QerlConfig(QuantizationConfig):
         vLLM's classes silently leave out a bias that they have no parameter for, and an lm_head that is tied to the
         embedding. ``is_tied_by_user`` says that --hf-overrides ties them, whatever the checkpoint has.
         """
-        from qerl_vllm_plugin.compat import layers as vllm_layers
-
         modules, with_bias, wholes = set(), set(), ["mtp."]  # multi-token prediction, which this model does not use
         for name, module in model.named_modules(remove_duplicate=False):
             parts = (name, *self.part_names(name))
@@ -203,8 +198,6 @@ class QerlConfig(QuantizationConfig):
 
     def check_ignore(self) -> None:
         """Raise ValueError for an entry of "qerl.ignore" that matches no layer of the model that has been built."""
-        from qerl_vllm_plugin.compat import layers as vllm_layers
-
         parts = {part for name in self._met for part in (name, *self.part_names(name))}
         layers = {name for part in parts for name in vllm_layers.checkpoint_names(self.mappers, part)}
         for pattern in self._expected:

@@ -44,16 +44,12 @@ class _Share:
 class Room:
     """The buffers' views that an adapter of one LoRA rank and one set of linears is copied into.
 
-    Each place in ``places`` has an A and a B; the number of a view counts them as A, B, A, B and so on. ``zeros`` are
-    the views to set to zero.
-
-    Views in ``whole`` are contiguous, and one kernel launch copies them all. Views in ``rows`` are strided parts of a
-    wider matrix and take a launch each. In one list with them, the contiguous ones would, too.
+    Each place in ``places`` has an A and a B in ``targets``: A, B, A, B and so on. ``zeros`` are the views to set to
+    zero.
     """
 
     places: list["_Place"]
-    whole: list[tuple[int, torch.Tensor]]
-    rows: list[tuple[int, torch.Tensor]]
+    targets: list[torch.Tensor]
     zeros: list[torch.Tensor]
 
 
@@ -160,7 +156,7 @@ class ResidentAdapter:
         return Copies(room, [half for place in room.places for half in new[place.key]], new.strength)
 
     def _room(self, rank: int, names: Collection[str]) -> Room:
-        room = Room([], [], [], [])
+        room = Room([], [], [])
         for place in self._places:
             a, b = place.a, place.b
             if place.name not in names:
@@ -169,8 +165,7 @@ class ResidentAdapter:
             if rank < self.max_rank:  # an earlier adapter may have had a larger rank
                 room.zeros.extend([a[rank:], b[:, rank:]])
                 a, b = a[:rank], b[:, :rank]
-            for i, half in enumerate((a, b), start=2 * len(room.places)):
-                (room.whole if half.is_contiguous() else room.rows).append((i, half))
+            room.targets.extend([a, b])
             room.places.append(place)
         return room
 
@@ -178,9 +173,11 @@ class ResidentAdapter:
         """Copy the staged tensors into the buffers in place, without allocating memory."""
         if copies.room.zeros:
             torch._foreach_zero_(copies.room.zeros)
-        for numbered in (copies.room.whole, copies.room.rows):
-            if numbered:
-                torch._foreach_copy_([target for _, target in numbered], [copies.sources[i] for i, _ in numbered])
+        pairs = list(zip(copies.room.targets, copies.sources, strict=True))
+        # one launch copies all contiguous views; in one list with strided ones they would take a launch each, too
+        for is_whole in (True, False):
+            if alike := [pair for pair in pairs if pair[0].is_contiguous() is is_whole]:
+                torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
 
     def answering(self, tokens: int) -> AbstractContextManager[None]:
         """Do nothing: the layers apply the adapter in every forward."""

@@ -30,14 +30,17 @@ ACTIVATION_SCALES = {"input_scale", "input_global_scale", "q_scale", "prob_scale
 
 
 class _Frozen:
-    """Replaces vLLM's record for reloading a model; access to any other attribute raises RuntimeError."""
-
-    def can_load(self) -> bool:
-        """Return False: vLLM's loader of random weights is not to quantize them itself. A reload asks for more."""
-        return False
+    """Replaces vLLM's record for reloading a model; every access to an attribute raises RuntimeError."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(FROZEN)
+
+
+class _FrozenDummy(_Frozen):
+    """A ``_Frozen`` that tells vLLM's loader of random weights not to quantize them itself; a reload asks for more."""
+
+    def can_load(self) -> bool:
+        return False
 
 
 def _refuse(*_: Any, **__: Any) -> None:
@@ -78,6 +81,7 @@ def watch(
         _call_when_ready(model, when_ready)
     layerwise.LAYERWISE_INFO[model] = _Frozen()  # type: ignore[assignment]
     if vllm_config.load_config.load_format == "dummy":
+        layerwise.LAYERWISE_INFO[model] = _FrozenDummy()  # type: ignore[assignment]
         if install is not None:
             raise ValueError(
                 '"qerl.policy_adapter.path" has no place beside --load-format dummy: it fits no such weights'

@@ -95,8 +95,10 @@ class QerlLinearMethod(LinearMethodBase):
         if self.is_dummy:
             _fill_dummy(layer)
         else:
-            for part, divisor in zip(_split(layer), layer.weight_global_scale.data, strict=True):
-                check_tensors(self.prefix, *part, divisor)
+            packed = (layer.weight_packed.data, layer.weight_scale.data)
+            codes, scales = (tensor.split(layer.logical_widths) for tensor in packed)
+            for part in zip(codes, scales, layer.weight_global_scale.data, strict=True):
+                check_tensors(self.prefix, *part)
         self.layout = self.layout.prepare(layer)
 
     def _note_groups(self, layer: torch.nn.Module, arrivals: "Arrivals") -> None:
@@ -257,11 +259,6 @@ def register(
     arrivals = Arrivals(len(layer.logical_widths), f"{prefix}.{name}")
     layer.register_parameter(name, make(weight_loader=arrivals.counting(load), **arguments))
     return arrivals
-
-
-def _split(layer: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    codes = layer.weight_packed.data.split(layer.logical_widths)
-    return list(zip(codes, layer.weight_scale.data.split(layer.logical_widths), strict=True))
 
 
 def _empty(N: int, K: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

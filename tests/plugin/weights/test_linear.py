@@ -81,11 +81,13 @@ def test_columns_of_no_whole_blocks_are_refused(K, is_refused, monkeypatch):
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     monkeypatch.setattr(linear, "get_current_vllm_config", lambda: config)
     method, layer = QerlLinearMethod("model.layers.0.mlp.down_proj"), SimpleNamespace()
+    monkeypatch.setattr(method, "_register_empty", lambda *_: None)
+    sizes = (K, [32, 16], K, 48, torch.bfloat16)
     if is_refused:
         with pytest.raises(ValueError, match=rf"down_proj: {K} input columns on this rank; .* multiple of 16\. Use a"):
-            method._describe(layer, K, [32, 16], torch.bfloat16)
+            method.create_weights(layer, *sizes, weight_loader=None)
         return
-    method._describe(layer, K, [32, 16], torch.bfloat16)
+    method.create_weights(layer, *sizes, weight_loader=None)
     assert (layer.input_size_per_partition, layer.output_size_per_partition, layer.logical_widths) == (K, 48, [32, 16])
 
 
