@@ -5,7 +5,6 @@ GPU, reads it from shared memory, or receives it in the request's body.
 """
 
 import functools
-import math
 import ssl
 import sys
 import warnings
@@ -242,8 +241,6 @@ class AsyncPolicyClient(_Client):
 
         Raises ValueError for a sigma that is NaN or infinite, which JSON cannot carry.
         """
-        if isinstance(sigma, float) and not math.isfinite(sigma):
-            raise ValueError(f"noise sigma is {sigma!r}; it must be a finite number (0 clears the noise)")
         noise: dict[str, Any] = {"sigma": sigma, "seed": seed, "rollout": rollout}
         noise |= {} if targets is None else {"targets": list(targets)}
         call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": noise}

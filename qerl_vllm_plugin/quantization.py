@@ -244,11 +244,6 @@ class QerlConfig(QuantizationConfig):
                 "the usual cache, and whoever trains on these answers has that difference; it is meant for serving",
                 cache,
             )
-        if "sharded" in (load_format := vllm_config.load_config.load_format):
-            raise ValueError(
-                f"--load-format {load_format}: what save_sharded_state has written is the memory of one engine, in a "
-                "layout that others may not have; serve the checkpoint that it was made from, with --load-format auto"
-            )
         hf_overrides = vllm_config.model_config.hf_overrides
         overrides = hf_overrides if isinstance(hf_overrides, dict) else {}
         check_overrides(overrides)

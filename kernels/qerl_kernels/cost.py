@@ -84,17 +84,13 @@ def work(c: Configuration, N: int, K: int, M: int, at_once: int) -> Work:
     return Work(whole * d.steps + run, whole + (1 if even else 1 + run / d.steps), others, d.grid)
 
 
-def stage_bytes(c: Configuration) -> int:
-    """Return the bytes of weights that a block reads in one stage."""
-    return c.tile_blocks() * c.depth * TILE_BYTES
-
-
 def memory_time(c: Configuration, w: Work, M: int, rate: float) -> float:
     """Return the microseconds that memory alone takes for one stage when all blocks stream weights.
 
     Weights that neighbouring token tiles share are read once.
     """
-    return stage_bytes(c) * w.streaming / min(-(-M // c.tokens), NEIGHBOURS) / rate / 1e6
+    stage_bytes = c.tile_blocks() * c.depth * TILE_BYTES  # of weights, that a block reads in one stage
+    return stage_bytes * w.streaming / min(-(-M // c.tokens), NEIGHBOURS) / rate / 1e6
 
 
 def product(c: Configuration, by: Coefficients, w: Work, M: int, rate: float) -> float:

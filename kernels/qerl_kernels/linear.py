@@ -43,27 +43,6 @@ def linear(
     return _linear(x, codes, block_scales, row_scale, bias, scale)
 
 
-def linear_backward(
-    dy: torch.Tensor,
-    codes: torch.Tensor,
-    block_scales: torch.Tensor,
-    row_scale: torch.Tensor,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Compute dx = (dy * row_scale) W0, the gradient of ``linear`` with respect to ``x``.
-
-    ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``. On a GPU without ``scale``, a ``row_scale`` of (N,) costs
-    one more rounding: dy * row_scale / max is rounded to the dtype of ``dy`` before the product. ``scale`` is that of
-    ``linear``.
-
-    Raises ValueError where shapes or types do not fit.
-    """
-    _check_weight(codes, block_scales, row_scale)
-    if dy.shape[-1] != codes.shape[0]:
-        raise ValueError(f"dy has {dy.shape[-1]} columns, but the packed weight has {codes.shape[0]} rows")
-    return _linear_backward(dy, codes, block_scales, row_scale, scale)
-
-
 def _check_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor) -> None:
     N, half = codes.shape
     if codes.dtype != torch.uint8 or block_scales.dtype != torch.float8_e4m3fn:
@@ -108,17 +87,23 @@ def _(x, codes, block_scales, row_scale, bias, scale=None):
 
 
 @torch.library.custom_op("qerl::nvfp4_linear_backward", mutates_args=(), device_types="cpu")
-def _linear_backward(
+def linear_backward(
     dy: torch.Tensor,
     codes: torch.Tensor,
     block_scales: torch.Tensor,
     row_scale: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
+    """Compute dx = (dy * row_scale) W0, the gradient of ``linear`` with respect to ``x``.
+
+    ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``. On a GPU without ``scale``, a ``row_scale`` of (N,) costs
+    one more rounding: dy * row_scale / max is rounded to the dtype of ``dy`` before the product. ``scale`` is that of
+    ``linear``.
+    """
     return naive.linear_backward(dy, codes, block_scales, row_scale)
 
 
-@_linear_backward.register_kernel("cuda")
+@linear_backward.register_kernel("cuda")
 def _expanded_backward(dy, codes, block_scales, row_scale, scale=None):
     rows = dy.reshape(-1, dy.shape[-1])
     w, factor = expand(codes, block_scales, dy.dtype)
@@ -131,7 +116,7 @@ def _expanded_backward(dy, codes, block_scales, row_scale, scale=None):
     return dx.to(dy.dtype).view(*dy.shape[:-1], 2 * codes.shape[1])
 
 
-@_linear_backward.register_fake
+@linear_backward.register_fake
 def _(dy, codes, block_scales, row_scale, scale=None):
     return dy.new_empty(*dy.shape[:-1], 2 * codes.shape[1])
 
@@ -171,7 +156,7 @@ def _save_weight(ctx, inputs, output):
 
 
 def _gradient(ctx, dy):
-    dx = _linear_backward(dy, *ctx.saved_tensors, ctx.scale) if ctx.needs_input_grad[0] else None
+    dx = linear_backward(dy, *ctx.saved_tensors, ctx.scale) if ctx.needs_input_grad[0] else None
     return dx, None, None, None, None, None
 
 

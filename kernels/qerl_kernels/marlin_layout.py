@@ -20,14 +20,10 @@ vLLM pads N and K with zeros where its kernel needs it, N to a multiple of 64 at
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from qerl_kernels.nvfp4 import unpack
-
 BLOCK = 64  # columns of N that are permuted among themselves; a view can start or end only at a multiple of it
-_NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
@@ -50,32 +46,8 @@ class MarlinWeight:
         return unpack_words(self.words)[: self.N], load_scales(self.scales, self.exponent)[: self.N]
 
 
-@lru_cache
-def _coordinates() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (k, n) within a 16 x 64 block of every nibble: both (128, 8), on the CPU as nvfp4's table is."""
-    word = torch.arange(128, device="cpu").unsqueeze(1)
-    i, j = word // 4, word % 4
-    e = torch.tensor(_NIBBLE_ORDER, device="cpu")
-    low = 2 * (i % 4)
-    k = torch.stack([low, low + 1, low + 8, low + 9], dim=-1).squeeze(1)[:, e % 4]  # (128, 8)
-    n = 16 * j + i // 4 + 8 * (e // 4)
-    return k, n
-
-
-def repack(codes: torch.Tensor) -> torch.Tensor:
-    """Repack ``codes: (N, K/2)`` uint8 to Marlin's words, int32 ``(K/16, 2N)``; N is a multiple of 64, K of 16."""
-    nibbles = unpack(codes)  # (N, K)
-    N, K = nibbles.shape
-    blocks = nibbles.view(N // 64, 64, K // 16, 16).permute(2, 0, 3, 1)  # (K/16, N/64, k, n)
-    k, n = _coordinates()
-    words = blocks[:, :, k.to(codes.device), n.to(codes.device)].long()  # (K/16, N/64, 128, 8)
-    shifts = 4 * torch.arange(8, device=codes.device)
-    packed = (words << shifts).sum(dim=-1)  # unsigned 32 bits in an int64
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32).view(K // 16, 2 * N)
-
-
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
-    """Invert ``repack``: int32 ``(K/16, 2N)``, rows of any stride -> ``codes: (N, K/2)`` uint8.
+    """Unpack Marlin's words, int32 ``(K/16, 2N)`` with rows of any stride -> ``codes: (N, K/2)`` uint8.
 
     With the bits of ``e`` written out, nibble ``m = 4 p + 2 q + r`` is column ``2 (i%4 + 4 r) + p`` of row ``16 j + i
     // 4 + 8 q``. So a byte of codes joins a nibble of the word's lower half with one of its upper half.
@@ -90,20 +62,8 @@ def unpack_words(words: torch.Tensor) -> torch.Tensor:
     return codes.view(N, 8 * steps)
 
 
-def store_scales(block_scales: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Convert ``block_scales: (N, K/16)`` float8_e4m3fn to Marlin's bytes, uint8 ``(K/16, N)``; N is a multiple of 64.
-
-    Negative scales and those below ``2^(-6 - exponent)`` become zero.
-    """
-    N, groups = block_scales.shape
-    numbers = block_scales.float() * 2.0 ** (7 + exponent)
-    numbers = torch.where(numbers < 2, 0.0, numbers).half()
-    stored = (numbers.view(torch.int16) >> 7).to(torch.uint8)
-    return stored.view(N // BLOCK, 2, 2, 2, 8, groups).permute(5, 0, 4, 1, 3, 2).reshape(groups, N)  # b, h, c, a, i
-
-
 def load_scales(stored: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Invert ``store_scales``: uint8 ``(K/16, N)``, rows of any stride -> ``(N, K/16)`` float8_e4m3fn."""
+    """Restore Marlin's scales, uint8 ``(K/16, N)`` with rows of any stride -> ``(N, K/16)`` float8_e4m3fn."""
     groups, N = stored.shape
     stored = stored.view(groups, N // BLOCK, 8, 2, 2, 2).permute(1, 3, 5, 4, 2, 0).reshape(N, groups)
     # Every E4M3 number but zero is normal in half precision, so the power of two is subtracted from the exponent bits.

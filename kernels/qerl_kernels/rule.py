@@ -153,12 +153,8 @@ def has_fixed_order(c: Configuration) -> bool:
 def _choose(N: int, K: int, M: int, columns: int, may_expand: bool, machine: Machine) -> Choice:
     choice = _by_kernel(N, K, M, columns, machine)
     if may_expand and M >= EXPAND_FROM:
-        choice = min(choice, _expanded(N, K, M, columns, machine), key=_cost)
+        choice = min(choice, _expanded(N, K, M, columns, machine), key=lambda choice: choice.microseconds)
     return choice
-
-
-def _cost(choice: Choice) -> float:
-    return choice.microseconds
 
 
 def _expanded(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:

@@ -24,7 +24,6 @@ from qerl_vllm_plugin.worker.change_log import ChangeLog
 logger = init_logger("vllm.qerl")
 
 MODES = ("keep", "wait", "abort")  # what happens to running requests
-RESUMED = "somebody resumed the engine in the middle of a change, so that a few tokens may be of both policies"
 
 
 class PolicyServer:
@@ -167,8 +166,6 @@ class PolicyServer:
             timer.end("empty")
             answer = await self._engine.rpc(method, *args)
             timer.end("way")
-            if not await self._engine.in_time(self._engine.client.is_paused()):
-                await self._empty_again()
         timer.end("resume")
         if answer.get("unchanged"):  # an earlier change, for which this one waited, has already made it
             return {"version": answer["version"], "unchanged": True}
@@ -201,19 +198,6 @@ class PolicyServer:
             raise Refused(503, "cannot_reset", f"the caches could not be emptied: {error}") from error
         if not done:
             raise Refused(503, "cannot_reset", "the engine could not empty its caches; nothing has changed")
-
-    async def _empty_again(self) -> None:
-        """Empty the caches again after a change, because somebody else has resumed the engine in its middle.
-
-        The engine may have computed since the first emptying, and nothing of that may be read again. Raises Refused if
-        the caches cannot be emptied; the engine is then lost and answers no request any more.
-        """
-        logger.warning("%s", RESUMED)
-        try:
-            await self._empty_caches("keep")
-        except Refused as refused:
-            self._engine.lose(f"{RESUMED}, and {refused}; restart it")
-            raise Refused(503, "lost", str(self._engine.lost)) from refused
 
 
 async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]], held: ExitStack | None = None) -> dict[str, Any]:

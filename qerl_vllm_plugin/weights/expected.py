@@ -31,21 +31,10 @@ FUSED = (
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
-# upper limits for the sizes in config.json: far above any model's, far below what would exhaust the machine's memory
-SIZES = {
-    "hidden_size": 1 << 20,
-    "vocab_size": 1 << 24,
-    "num_hidden_layers": 1000,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 16,
-    "intermediate_size": 1 << 24,
-    "moe_intermediate_size": 1 << 24,
-    "decoder_sparse_step": 1000,
-    "num_experts": 1 << 12,
-    "num_local_experts": 1 << 12,
-}
-MOST_EXPERTS = 1 << 16  # in all layers together
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES += ("intermediate_size", "moe_intermediate_size", "decoder_sparse_step", "num_experts", "num_local_experts")
+LARGEST = 1 << 24  # of any size; a model's largest is that of its vocabulary
+MOST_LAYERS, MOST_EXPERTS = 1000, 1 << 16  # the latter in all layers together; more would exhaust the memory
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 KV_SCALES = ("k_scale", "v_scale")
 # suffixes that mark the tensors of a quantized layer; a `weight` may also be unquantized, there the dtype decides
@@ -83,13 +72,14 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:
     """Return a BF16 checkpoint's tensors, None for other model types; raise KeyError or ValueError for a bad size."""
     if config.get("model_type") not in MODEL_TYPES:
         return None
-    for key, largest in SIZES.items():
+    for key in SIZES:
         size = config.get(key)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= largest):
-            raise ValueError(f"{key} is {str(size)[:40]}; it must be a whole number of at most {largest}")
-    layers, each = config["num_hidden_layers"], config.get("num_experts") or config.get("num_local_experts") or 0
-    if layers * each > MOST_EXPERTS:
-        raise ValueError(f"{layers} layers of {each} experts are {layers * each}; at most {MOST_EXPERTS} can be meant")
+        if size is not None and (type(size) is not int or not 0 <= size <= LARGEST):
+            raise ValueError(f"{key} is {str(size)[:40]}; it must be a whole number of at most {LARGEST}")
+    layers, each = config["num_hidden_layers"], config.get("num_experts") or config.get("num_local_experts") or 1
+    if layers > MOST_LAYERS or layers * each > MOST_EXPERTS:
+        limits = f"at most {MOST_LAYERS} layers and {MOST_EXPERTS} experts in all of them can be meant"
+        raise ValueError(f"num_hidden_layers is {layers}, with {each} experts each; {limits}")
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tensors = {
         "model.embed_tokens.weight": Expected((vocabulary, hidden)),

@@ -69,16 +69,12 @@ def add_worker_methods() -> None:
     """Add the ``qerl_*`` methods to vLLM's WorkerBase; idempotent.
 
     ``--worker-extension-cls`` would do the same, but every user would have to type it, and it excludes any other
-    extension. Raises RuntimeError if WorkerBase has another method of such a name.
+    extension.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
     for name, method in METHODS.items():
-        present = getattr(WorkerBase, name, None)
-        if present is None:
-            setattr(WorkerBase, name, method)
-        elif present is not method:
-            raise RuntimeError(f"vLLM's WorkerBase already has a method {name} from {present.__module__}")
+        setattr(WorkerBase, name, method)
 
 
 @worker_method

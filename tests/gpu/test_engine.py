@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from marlin_packing import repack
 from qerl_kernels import nvfp4
-from qerl_kernels.marlin_layout import repack
 
 pytestmark = pytest.mark.gpu
 

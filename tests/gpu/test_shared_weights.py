@@ -6,7 +6,8 @@ import gc
 
 import pytest
 import torch
-from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
+from marlin_packing import repack, store_scales
+from qerl_kernels.marlin_layout import MarlinWeight
 from safetensors.torch import load_file
 
 from qerl_recipes.model import loading as models

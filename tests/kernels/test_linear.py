@@ -138,8 +138,6 @@ def test_shapes_that_do_not_fit_are_refused():
         linear(x, codes, block_scales.float(), row_scale)
     with pytest.raises(ValueError, match="bias has shape"):
         linear(x, codes, block_scales, row_scale, bias[:-1])
-    with pytest.raises(ValueError, match="dy has 23 columns"):
-        linear_backward(torch.randn(1, N - 1), codes, block_scales, row_scale)
 
 
 @pytest.mark.gpu

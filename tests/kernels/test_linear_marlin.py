@@ -4,9 +4,10 @@ keeps.
 
 import pytest
 import torch
+from marlin_packing import repack, store_scales
 from qerl_kernels import linear_marlin
 from qerl_kernels.linear import linear
-from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
+from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.nvfp4 import NVFP4Weight, quantize
 
 N, K = 80, 96

@@ -3,7 +3,8 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from qerl_kernels.marlin_layout import load_scales, repack, scale_exponent, store_scales, unpack_words
+from marlin_packing import repack, store_scales
+from qerl_kernels.marlin_layout import load_scales, scale_exponent, unpack_words
 
 EXPONENTS = range(18)  # 17 is the largest exponent: it lifts the smallest E4M3 number, 2^-9, to 2^8
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qerl_kernels import marlin_layout, nvfp4, tiles
+from qerl_kernels import nvfp4, tiles
 
 
 def random_weight(N: int, K: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +23,7 @@ def test_no_table_is_kept_where_a_model_is_being_loaded():
     vLLM loads with the GPU as torch's default device, into memory that its sleep mode frees. The meta device stands in
     for it here.
     """
-    tables = nvfp4._byte_values, tiles._stored_scales, marlin_layout._coordinates
+    tables = nvfp4._byte_values, tiles._stored_scales
     expected = [table() for table in tables]
     for table in tables:
         table.cache_clear()
@@ -31,7 +31,6 @@ def test_no_table_is_kept_where_a_model_is_being_loaded():
     with torch.device("meta"):
         nvfp4.dequantize(codes, scales)
         tiles._stored_scales()
-        marlin_layout.repack(codes)
     for table, kept in zip(tables, expected, strict=True):
         found, kept = (part if isinstance(part, tuple) else (part,) for part in (table(), kept))
         assert all(map(torch.equal, found, kept)) and found[0].device == torch.device("cpu"), table

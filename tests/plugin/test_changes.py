@@ -34,7 +34,7 @@ class Engine(EngineClient):
         super().__init__()
         self.asked, self.emptied, self._log, self._looks = [], [], ChangeLog(), looks
         self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
-        self.is_resumed, self.empties_again, self.path = False, True, None
+        self.path = None
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -72,8 +72,6 @@ class Engine(EngineClient):
         await self.answers.wait()
         if method not in ("qerl_open", "qerl_state"):
             self.asked.append(method)
-            self._paused = self._paused and not self.is_resumed
-            self._empties = self._empties and self.empties_again
         opened = {"carrier": self._carrier, "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0, "hash": ""}
         return [{**opened, "instance": f"order-{id(self)}", "changes": self._log.path}]
 
@@ -185,19 +183,6 @@ def test_requests_stopped_half_way_cannot_be_waited_for():
         with_server(engine, lambda server: change(server, "wait"))
     assert (refused.value.status, refused.value.reason) == (503, "still_running")
     assert engine.asked == []
-
-
-@pytest.mark.parametrize("is_paused", [False, True])
-@pytest.mark.parametrize("empties_again", [True, False])
-def test_a_resumption_in_a_change_empties_the_caches_again(is_paused, empties_again):
-    engine = Engine(is_paused=is_paused)
-    engine.is_resumed, engine.empties_again = True, empties_again
-    refused = pytest.raises(Refused, match=r"resumed the engine.*restart it")
-    with contextlib.nullcontext() if empties_again else refused:
-        with_server(engine, change)
-    changed = ["empty", "qerl_set_noise", "empty"]
-    assert engine.asked == (changed if is_paused else ["pause keep", *changed, "resume"])
-    assert engine.emptied[-1]["reset_running_requests"]
 
 
 def test_requests_that_do_not_end_go_on(monkeypatch):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from marlin_packing import repack, store_scales
 from qerl_kernels import nvfp4
 from qerl_kernels.compiler import CompileError
-from qerl_kernels.marlin_layout import MarlinWeight, load_scales, repack, scale_exponent, store_scales
+from qerl_kernels.marlin_layout import MarlinWeight, load_scales, scale_exponent
 from safetensors.torch import load_file
 from vllm import logger as vllm_logger
 from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4

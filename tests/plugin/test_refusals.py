@@ -112,12 +112,6 @@ STARTS = {
     "both carriers": ("nvfp4", {"qerl": RESIDENT}, {"enable_lora": True}, "exclude each other"),
     "a BF16 cache": ("bf16", {}, {"kv_cache_dtype": "bfloat16", "dtype": "float32"}, "leave --kv-cache-dtype out"),
     "a float16 cache": ("bf16", {}, {"kv_cache_dtype": "float16", "dtype": "float32"}, "leave --kv-cache-dtype out"),
-    "the memory of an engine": (
-        "nvfp4",
-        {},
-        {"load_format": "sharded_state"},
-        "serve the checkpoint that it was made from",
-    ),
 }
 
 

@@ -18,18 +18,6 @@ def test_register_is_idempotent_beside_a_worker():
     assert {"qerl_open", "qerl_swap", "qerl_set_noise", "qerl_state", "qerl_release_kv_cache"} < set(methods.METHODS)
 
 
-def test_a_method_of_another_plugin_is_not_overwritten(monkeypatch):
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    def theirs(self): ...
-
-    methods.add_worker_methods()
-    monkeypatch.setattr(WorkerBase, "qerl_swap", theirs)
-    with pytest.raises(RuntimeError, match="already has a method qerl_swap"):
-        methods.add_worker_methods()
-    assert WorkerBase.qerl_swap is theirs
-
-
 @pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "0.33.0rc1", "1.0", "0.1.dev1+g123"])
 def test_versions_outside_the_range_are_refused(version):
     with pytest.raises(RuntimeError, match=r">= 0.26, < 0.33; this is "):

@@ -6,8 +6,9 @@ import shutil
 import peft
 import pytest
 import torch
+from marlin_packing import repack, store_scales
 from qerl_kernels import nvfp4, tiles
-from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
+from qerl_kernels.marlin_layout import MarlinWeight
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter

@@ -2,10 +2,11 @@ import copy
 
 import pytest
 import torch
+from marlin_packing import repack, store_scales
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from qerl_kernels import nvfp4, tiles
-from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
+from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.silu_mul import silu_mul
 
 from qerl_recipes.model import loading as model

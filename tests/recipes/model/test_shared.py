@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marlin_packing import repack, store_scales
 from qerl_kernels import nvfp4, tiles
-from qerl_kernels.marlin_layout import repack, store_scales
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
