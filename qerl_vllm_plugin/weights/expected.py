@@ -31,8 +31,10 @@ FUSED = (
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
-SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-SIZES += ("intermediate_size", "moe_intermediate_size", "decoder_sparse_step", "num_experts", "num_local_experts")
+SIZES = (
+    *("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "moe_intermediate_size", "decoder_sparse_step", "num_experts", "num_local_experts"),
+)
 LARGEST = 1 << 24  # of any size; a model's largest is that of its vocabulary
 MOST_LAYERS, MOST_EXPERTS = 1000, 1 << 16  # the latter in all layers together; more would exhaust the memory
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -171,7 +171,7 @@ def test_the_parts_of_a_change_are_all_of_its_seconds(monkeypatch):
 
 
 def test_an_adapter_on_its_gpu_is_counted_by_its_size(monkeypatch):
-    async def described(request, limit):
+    async def described(request, limit, held):
         return body.Upload("where it lies", "digest", 7_000, {}, {})
 
     async def use(server, client):

@@ -139,14 +139,14 @@ def test_gpu_memory_is_mapped_for_a_proven_caller_alone(server, policy, adapters
 
 @pytest.mark.parametrize(
     "lines",
-    ["Content-Length: 64\r\n\r\n", "Transfer-Encoding: chunked\r\n\r\n20\r\n"],
+    ["Content-Length: {0}\r\n\r\n", "Transfer-Encoding: chunked\r\n\r\n{0:x}\r\n"],
     ids=["of a length", "in pieces"],
 )
 def test_a_file_cannot_be_made_over_http(server, policy, adapters, lines):
     """Forge a file by a stalled upload: its body lies in a file of the server's user, with content of the sender's
     choice."""
     before, content = kept(policy), json.dumps(description(adapters)).encode()
-    with send(server[0], "PUT /v1/qerl/policy HTTP/1.1", lines.encode() + content):
+    with send(server[0], "PUT /v1/qerl/policy HTTP/1.1", lines.format(2 * len(content)).encode() + content):
         found = until(lambda: uploads_with(server[2], content))
         assert found, "the server has it in a file"
         for ticket in tickets(found[0]):

@@ -160,7 +160,7 @@ def test_waiting_lets_requests_end_and_aborting_ends_them(server, policy, adapte
 def test_a_gpu_the_server_cannot_read_is_warned_of_once(
     kind, gpus, why, server, questions, expected, adapters, measure, monkeypatch
 ):
-    given, _ = description(adapters)
+    given = description(adapters)
     monkeypatch.setattr(gpu_memory, "why_not", lambda tensors: None)
     monkeypatch.setattr(cuda_ipc, "uuid", lambda device: "a-gpu")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))

@@ -123,9 +123,8 @@ def test_a_file_that_its_caller_has_not_made_is_not_opened(server, policy, adapt
 def refuse_the_file(monkeypatch):
     @contextlib.contextmanager
     def filled(*given):
-        file, path = shared_file.create()  # a file that was not created for a server
-        with file:
-            yield path
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:  # one without a name
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
     monkeypatch.setattr(Segments, "filled", filled)
     return "on one machine, as one user"
