@@ -80,11 +80,6 @@ def check_sigma(sigma: object) -> float:
     return float(sigma)
 
 
-def noisy(base: torch.Tensor, sigma: float, seed: int, rollout: int, name: str) -> torch.Tensor:
-    """Return ``base + sigma * z`` in fp32, on the device of ``base: (H,)``."""
-    return all_noisy({name: base}, sigma, seed, rollout)[name]
-
-
 def all_noisy(bases: Mapping[str, torch.Tensor], sigma: float, seed: int, rollout: int) -> dict[str, torch.Tensor]:
     """Return ``base + sigma * z`` in fp32 for each named norm, all on one device, by one transfer and two launches."""
     if not bases:

@@ -140,6 +140,11 @@ class QerlConfig(QuantizationConfig):
         parent, _, name = prefix.rpartition(".")
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
 
+    def _stored_names(self, name: str) -> set[str]:
+        """Return what the checkpoint may call vLLM's module ``name``, and each layer that vLLM fuses into it."""
+        parts = (name, *self.part_names(name))
+        return {stored for part in parts for stored in vllm_layers.checkpoint_names(self.mappers, part)}
+
     def kind(self, prefix: str) -> str | None:
         """Return ``Nvfp4Scheme.kind`` by vLLM's name; raise CheckpointError if a fused layer's parts differ in it."""
         scheme = replace(self.scheme or Nvfp4Scheme(), ignore=self.ignore)
@@ -175,8 +180,7 @@ class QerlConfig(QuantizationConfig):
         """
         modules, with_bias, wholes = set(), set(), ["mtp."]  # multi-token prediction, which this model does not use
         for name, module in model.named_modules(remove_duplicate=False):
-            parts = (name, *self.part_names(name))
-            names = {stored for part in parts for stored in vllm_layers.checkpoint_names(self.mappers, part)}
+            names = self._stored_names(name)
             modules |= names
             if getattr(module, "bias", None) is not None:
                 with_bias |= names
@@ -198,8 +202,7 @@ class QerlConfig(QuantizationConfig):
 
     def check_ignore(self) -> None:
         """Raise ValueError for an entry of "qerl.ignore" that matches no layer of the model that has been built."""
-        parts = {part for name in self._met for part in (name, *self.part_names(name))}
-        layers = {name for part in parts for name in vllm_layers.checkpoint_names(self.mappers, part)}
+        layers = set().union(*map(self._stored_names, self._met))
         for pattern in self._expected:
             if not any(matches(pattern, name) for name in layers):
                 raise ValueError(

@@ -57,7 +57,7 @@ def test_the_bits_do_not_depend_on_the_default_dtype():
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        found, noisy = noise.draw(42, 3, NAME, 64), noise.noisy(torch.ones(64), 0.5, 42, 3, NAME)
+        found, noisy = noise.draw(42, 3, NAME, 64), noise.all_noisy({NAME: torch.ones(64)}, 0.5, 42, 3)[NAME]
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(found, expected) and found.dtype == noisy.dtype == torch.float32
@@ -66,7 +66,7 @@ def test_the_bits_do_not_depend_on_the_default_dtype():
 
 def test_noisy_is_base_plus_sigma_z_in_fp32():
     base = (1 + 0.3 * torch.randn(64)).to(torch.bfloat16)
-    got = noise.noisy(base, 1e-4, 5, 6, NAME)
+    got = noise.all_noisy({NAME: base}, 1e-4, 5, 6)[NAME]
     expected = base.double() + 1e-4 * noise.draw(5, 6, NAME, 64).double()
     assert got.dtype == torch.float32
     assert float((got.double() - expected).abs().max()) < 2**-23

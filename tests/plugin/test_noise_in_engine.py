@@ -58,7 +58,7 @@ def test_promise_03_noise_is_set_not_added(policy, engine, checkpoint_norms, mea
     with pytest.warns(FutureWarning, match="touched is called noisy_norms now"):
         assert report.touched == 4
     expected = {
-        name: noise.noisy(w, 5e-4, 7, 2, name) if name.endswith("layernorm.weight") else w
+        name: noise.all_noisy({name: w}, 5e-4, 7, 2)[name] if name.endswith("layernorm.weight") else w
         for name, w in checkpoint_norms.items()
     }
     assert_same_bits(once, expected)  # final norm and q/k norms have no noise
@@ -95,7 +95,7 @@ def test_promise_03_noise_equals_hugging_face_with_noise(policy, engine, folder,
         chosen = {name: w for name, w in checkpoint_norms.items() if noise.is_target(name, targets)}
         assert report.noisy_norms == len(chosen)
         changed = reference(folder)
-        noisy = {name: noise.noisy(w, 0.05, 3, 4, name) for name, w in chosen.items()}
+        noisy = {name: noise.all_noisy({name: w}, 0.05, 3, 4)[name] for name, w in chosen.items()}
         changed.load_state_dict(noisy, strict=False)
         expected = measure.hf(changed)
         assert measure.difference(expected, clean) > 10 * TOLERANCE

@@ -46,7 +46,7 @@ def test_promise_03_a_norm_of_1_plus_w_gets_the_same_noise(policy, engine, check
     for name, w in norms_of(engine, measure).items():
         ordinary = 1 + checkpoint_norms[name]
         if noise.is_target(name, TARGETS):
-            ordinary = noise.noisy(ordinary, SIGMA, SEED, ROLLOUT, name)
+            ordinary = noise.all_noisy({name: ordinary}, SIGMA, SEED, ROLLOUT)[name]
             assert float((w - checkpoint_norms[name]).abs().max()) > SIGMA
         assert float(((1 + w) / ordinary - 1).abs().max()) < 2 * ONE_ROUNDING, name
 

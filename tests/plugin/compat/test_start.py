@@ -100,10 +100,14 @@ def test_a_sigterm_ends_a_start_that_waits_for_its_engine(monkeypatch):
     model = SimpleNamespace(multimodal_config=None)
     config = Mock(parallel_config=parallel, model_config=model, needs_dp_coordinator=False)
     monkeypatch.setattr(utils, "CoreEngineProcManager", Mock())
-    monkeypatch.setattr(utils, "wait_for_engine_startup", Mock(side_effect=KeyboardInterrupt("terminated")))
+    told = Mock(side_effect=[KeyboardInterrupt("terminated"), KeyboardInterrupt()])
+    monkeypatch.setattr(utils, "wait_for_engine_startup", told)
     monkeypatch.setattr(utils, "zmq_socket_ctx", utils.zmq_socket_ctx)
     engine.end_start_on_sigterm.cache_clear()
     QerlConfig()
     with pytest.raises(SystemExit) as ended, utils.launch_core_engines(config, None, False, Mock()):
         pass
     assert ended.value.code == 143
+    with utils.launch_core_engines(config, None, False, Mock()):  # a Ctrl-C is vLLM's own affair
+        pass
+    assert told.call_count == 2

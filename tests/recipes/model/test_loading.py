@@ -126,7 +126,7 @@ def test_the_trainers_noisy_weight_has_the_engines_bits(make_nvfp4):
     for name, norm in norms.named_norms(model):
         effective = norm.weight if norm.noise is None else norm.weight + norm.noise
         targeted = noise.is_target(name)
-        expected = noise.noisy(norm.weight.detach(), 5e-4, 3, 7, name) if targeted else norm.weight
+        expected = noise.all_noisy({name: norm.weight.detach()}, 5e-4, 3, 7)[name] if targeted else norm.weight
         assert torch.equal(effective, expected), name
         assert torch.equal(effective, norm.weight) != targeted, name
 
