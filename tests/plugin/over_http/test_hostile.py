@@ -127,7 +127,7 @@ def test_gpu_memory_is_mapped_for_a_proven_caller_alone(server, policy, adapters
         answer = put_description(server, good)
         assert (answer.status_code, answer.json()["reason"]) == (422, "unreachable"), "this server has no GPU"
         assert "and this worker computes on a cpu" in answer.json()["error"]
-        assert put_description(server, 7).status_code == 400
+        assert put_description(server, 7).status_code == 403
     whole = {"bytes": 1 << 30, "tensors": json.dumps([["a", "U8", [1 << 30]]])}
     changes = [(description(adapters, change), 400) for change in ({"bytes": 1}, {"handle": "5a"})]
     broken = [{**given, "memory": 7}, {**given, "adapter_config": []}, {}, [], b"{"]
