@@ -78,12 +78,12 @@ def read_source(file: Path) -> str:
     return whole(file) + "\n"
 
 
-def compile_source(source: str, defines: Defines = (), architecture: str = "sm_90a") -> bytes:
+def compile_source(source: str, defines: Defines = ()) -> bytes:
     """Compile CUDA C++ to machine code, or return what the cache holds.
 
     ``defines`` are pairs of a macro and its number. Raises CompileError with NVRTC's log, or where NVRTC is missing.
     """
-    options = _options(defines, architecture)
+    options = _options(defines)
     name = _cache_file(source, options).name
     code = kept(name)
     if code is None:
@@ -149,7 +149,7 @@ def _warn_once(problem: str) -> None:
     )
 
 
-def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_90a") -> None:
+def compile_ahead(jobs: Iterable[tuple[str, Defines]]) -> None:
     """Fill the cache with several sources at once, in up to one process a core; a lone one compiles at its first use.
 
     ``jobs`` are pairs of a source and its defines, as ``compile_source`` takes them. Where a process fails this warns,
@@ -159,7 +159,7 @@ def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_9
         return
     missing = {}
     for source, defines in jobs:
-        options = _options(defines, architecture)
+        options = _options(defines)
         file = _cache_file(source, options)
         if not os.path.exists(file):  # Path.exists() would raise if the folder cannot be searched
             missing[file] = json.dumps({"source": source, "options": options, "file": str(file)})
@@ -184,8 +184,8 @@ def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_9
         warnings.warn(f"kernels could not be compiled ahead, one by one takes longer: {reason}", stacklevel=2)
 
 
-def _options(defines: Defines, architecture: str) -> list[str]:
-    return [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+def _options(defines: Defines) -> list[str]:
+    return ["--gpu-architecture=sm_90a", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
 
 
 def _cache_file(source: str, options: list[str]) -> Path:

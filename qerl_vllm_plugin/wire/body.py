@@ -138,9 +138,9 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
         raise Refused(400, "cut_body", f"the body was cut off after {received} of {expected} bytes")
 
 
-async def read_json(request: Any, limit: int = MAX_JSON) -> dict[str, Any]:
-    """Return the body as a JSON object of at most ``limit`` bytes. Raises Refused for anything else."""
-    return _object("the body", b"".join([chunk async for chunk in chunks(request, limit)]))
+async def read_json(request: Any) -> dict[str, Any]:
+    """Return the body as a JSON object of at most ``MAX_JSON`` bytes. Raises Refused for anything else."""
+    return _object("the body", b"".join([chunk async for chunk in chunks(request, MAX_JSON)]))
 
 
 async def _opened(request: Any, held: ExitStack) -> IO[bytes]:

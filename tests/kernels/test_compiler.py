@@ -82,7 +82,7 @@ def test_what_another_compiler_or_other_options_make_has_a_file_of_its_own(compi
 
     A verdict belongs to one machine code.
     """
-    asked = [("one",), ("one", (("ROWS", 2),)), ("one", (("ROWS", 3),)), ("one", (), "sm_100a"), ("two",)]
+    asked = [("one",), ("one", (("ROWS", 2),)), ("one", (("ROWS", 3),)), ("two",)]
     for version in ("13.0", "13.1", "13.0"):
         monkeypatch.setattr(nvrtc, "version", lambda library, version=version: version)
         for arguments in asked:
