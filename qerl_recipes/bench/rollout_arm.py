@@ -68,7 +68,8 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
     from qerl_recipes.rollout import sampling as completions
 
     llm, policy = start(request, figures)
-    figures["kv_cache_tokens"] = _cache_tokens(llm)
+    cache = llm.llm_engine.vllm_config.cache_config
+    figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     figures["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
     figures["start_seconds"] = round(time.perf_counter() - began, 1)
     vocabulary = config_json(request["shape"])["vocab_size"]
@@ -175,11 +176,6 @@ def sampling(tokens: int) -> "SamplingParams":
     return SamplingParams(
         max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
     )
-
-
-def _cache_tokens(llm: "LLM") -> int:
-    cache = llm.llm_engine.vllm_config.cache_config
-    return (cache.num_gpu_blocks or 0) * cache.block_size
 
 
 def _weights_gib(llm: "LLM") -> float:

@@ -97,8 +97,18 @@ def distribute(
 
     ``prompts`` and ``completions`` are the tokens of each row of the batch.
     """
-    trees = list(chain.from_iterable(_trees(group, prompts, completions, pack_tokens) for group in groups))
-    return _bins(trees, pack_tokens)
+    trees = chain.from_iterable(_trees(group, prompts, completions, pack_tokens) for group in groups)
+    bins: list[list[Tree]] = []
+    sizes: list[int] = []
+    for tree in sorted(trees, key=lambda tree: -tree.size):  # the largest first, each into the first row with room
+        fits = next((i for i, size in enumerate(sizes) if size + tree.size <= pack_tokens), None)
+        if fits is None:
+            bins.append([tree])
+            sizes.append(tree.size)
+        else:
+            bins[fits].append(tree)
+            sizes[fits] += tree.size
+    return bins
 
 
 def _trees(group: Sequence[int], prompts: Sequence[int], completions: Sequence[int], pack_tokens: int) -> list[Tree]:
@@ -110,21 +120,6 @@ def _trees(group: Sequence[int], prompts: Sequence[int], completions: Sequence[i
         else:
             trees.append(Tree((row,), prompts[row] + completions[row]))
     return trees
-
-
-def _bins(trees: list[Tree], pack_tokens: int) -> list[list[Tree]]:
-    """Distribute the trees over bins of ``pack_tokens``: the largest first, each into the first bin with room."""
-    bins: list[list[Tree]] = []
-    sizes: list[int] = []
-    for tree in sorted(trees, key=lambda tree: -tree.size):
-        fits = next((i for i, size in enumerate(sizes) if size + tree.size <= pack_tokens), None)
-        if fits is None:
-            bins.append([tree])
-            sizes.append(tree.size)
-        else:
-            bins[fits].append(tree)
-            sizes[fits] += tree.size
-    return bins
 
 
 def _packed_row(trees: Sequence[Tree], input_ids: torch.Tensor, is_real: torch.Tensor, completion: int) -> PackedRow:

@@ -16,7 +16,13 @@ OF_THE_STUDY = ("base", "adapter", "quantization", "output_dir", "adapter_only",
 
 def check(study: Study) -> None:
     """Raise StudyError, naming the arm or evaluation, for what its command would refuse; nothing is loaded."""
-    check_evaluations(study)
+    for name, options in study.evaluations.items():
+        if own := sorted(set(options) & set(OF_THE_STUDY)):
+            raise StudyError(f"evaluations.{name}: {', '.join(own)} is set by the study itself; remove it")
+        try:
+            _evaluation(options).checked()
+        except ValueError as error:
+            raise StudyError(f"evaluations.{name}: {error}") from error
     taken_rows(study)
     from qerl_recipes.hooks import unknown_names
     from qerl_recipes.recipe import checks
@@ -32,17 +38,6 @@ def check(study: Study) -> None:
         stock = [] if one.trainer == OURS else stock_trl.problems(*parsed[:2])
         if problems := [*checks.problems(*parsed), *unknown_names(parsed[1]), *stock]:
             raise StudyError(f"arms.{one.arm}: {CANNOT_RUN}: {'; '.join(problems)}")
-
-
-def check_evaluations(study: Study) -> None:
-    """Raise StudyError, naming the evaluation, for unknown options, and for values and tasks that make no sense."""
-    for name, options in study.evaluations.items():
-        if own := sorted(set(options) & set(OF_THE_STUDY)):
-            raise StudyError(f"evaluations.{name}: {', '.join(own)} is set by the study itself; remove it")
-        try:
-            _evaluation(options).checked()
-        except ValueError as error:
-            raise StudyError(f"evaluations.{name}: {error}") from error
 
 
 def check_tasks(study: Study) -> None:

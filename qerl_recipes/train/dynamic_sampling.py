@@ -46,16 +46,15 @@ class PromptStream:
 
     def take(self, count: int) -> list[int]:
         """Return the next ``count`` row numbers."""
-        rows = [self._row_at(self.position + i) for i in range(count)]
+        rows = []
+        for position in range(self.position, self.position + count):
+            if position // self.rows != self._round:
+                self._round = position // self.rows
+                generator = torch.Generator().manual_seed(seed_of("dynamic sampling", self.seed, self._round))
+                self._order = torch.randperm(self.rows, generator=generator)
+            rows.append(int(self._order[position % self.rows]))
         self.position += count
         return rows
-
-    def _row_at(self, position: int) -> int:
-        if position // self.rows != self._round:
-            self._round = position // self.rows
-            generator = torch.Generator().manual_seed(seed_of("dynamic sampling", self.seed, self._round))
-            self._order = torch.randperm(self.rows, generator=generator)
-        return int(self._order[position % self.rows])
 
 
 def judged_by(
