@@ -3,10 +3,10 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -108,29 +108,34 @@ def test_what_is_later_than_a_resume_is_moved_away(tmp_path: Path) -> None:
     assert run_state.whole_checkpoints(tmp_path) == [tmp_path / "checkpoint-2"]
 
 
-@pytest.mark.parametrize("kill", range(4))
-def test_going_back_leaves_one_history_wherever_it_is_killed(
+@pytest.mark.parametrize("kill", range(10))
+def test_going_back_is_done_or_not_wherever_it_is_killed(
     kill: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (2, 4, 6):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 6, "adapter")
-    renames, rename = iter(range(kill)), os.rename
+    changes = iter(range(kill))
 
-    def until_killed(*arguments: Any) -> None:
-        if next(renames, None) is None:
-            raise KeyboardInterrupt
-        rename(*arguments)
+    def until_killed(change: Callable[..., None]) -> Callable[..., None]:
+        def or_killed(*arguments: object, **options: object) -> None:
+            if next(changes, None) is None:
+                raise KeyboardInterrupt
+            change(*arguments, **options)
+
+        return or_killed
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(os, "rename", until_killed)
+        for name in ("mkdir", "rename", "unlink", "rmdir"):
+            patch.setattr(os, name, until_killed(getattr(os, name)))
         run_state.leave_later(tmp_path, 2)
-    before = [tmp_path / f"checkpoint-{step}" for step in (2, 4, 6)[: min(3, 4 - kill)]]
-    assert run_state.whole_checkpoints(tmp_path) == before and (tmp_path / "adapter").exists() == (kill == 0)
+    is_done = (tmp_path / "_left-1").exists()
+    before = [tmp_path / f"checkpoint-{step}" for step in ((2,) if is_done else (2, 4, 6))]
+    assert is_done == (kill > 2) and run_state.whole_checkpoints(tmp_path) == before
+    assert run_state.starting_point(tmp_path, True) == before[-1]
     run_state.leave_later(tmp_path, 2)  # the next start does this too
-    assert run_state.whole_checkpoints(tmp_path) == [tmp_path / "checkpoint-2"]
-    moved = {path.name for path in tmp_path.glob("_left-*/*")}
-    assert moved == {"adapter", "checkpoint-4", "checkpoint-6"}
+    left = [f"_left-1/{name}" for name in ("adapter", "checkpoint-4", "checkpoint-6")]
+    assert contents(tmp_path) == ["_left-1", *left, "checkpoint-2"]
 
 
 def test_a_checkpoint_from_elsewhere_is_not_mixed_in(tmp_path: Path) -> None:
