@@ -18,9 +18,6 @@ ARMS: tuple[str, ...] = (
 ARMS += ("stock_nvfp4", "fp8_merged", "fp8", "stock_nvfp4_humming", "stock_nvfp4_humming_slots")
 # W8A8: a scale for each output channel of a weight, made when it is loaded, and one for each token, made in every step
 FP8 = "fp8_per_channel"
-# Engines that share a GPU are given their memory. vLLM refuses to start where less than this share of it is free, also
-# where another engine's start has just taken it.
-LEAST_SHARE = 0.01
 HUMMING = {"linear_backend": "humming", "moe_backend": "humming"}  # vLLM's options; the second is for experts
 ADAPTERLESS: dict[str, dict[str, Any]] = {  # arms whose engine has room for none, so that no rank changes them
     "bf16_merged": {},

@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.bench import lengths as uneven
+from qerl_recipes.bench import rollout_memory
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, check_gpus, check_shape, ended_cleanly
-from qerl_recipes.bench.engines import ADAPTERLESS, ARMS, LEAST_SHARE
+from qerl_recipes.bench.engines import ADAPTERLESS, ARMS
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
 from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
-from qerl_recipes.machine.gpu import installed_gpu
-from qerl_recipes.memory import estimates
-from qerl_recipes.memory.sizes import measure
 from qerl_recipes.recipe.keys import ENGINE_RANKS
-from qerl_recipes.recipe.shapes import config_json, full_name
+from qerl_recipes.recipe.shapes import full_name
 
 ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {  # arguments of vllm.LLM that the benchmark sets itself
@@ -39,10 +37,7 @@ OURS = {  # arguments of vllm.LLM that the benchmark sets itself
     *("linear_backend", "moe_backend", "kv_cache_dtype", "logprobs_mode", "load_format", "skip_tokenizer_init"),
     *("enable_lora", "max_lora_rank"),
 }
-SET_HERE = ("kv_cache_memory_bytes", "gpu_memory_utilization")  # with --interleave
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-BLOCK = 16  # tokens of vLLM's blocks on a GPU
-MARGIN = 1.1  # of the cache, for blocks that a step ahead takes
 
 
 def run(
@@ -102,10 +97,9 @@ def run(
             "engine": _joined(engine, {} if variant is None else variants[variant]),
             "memory": {},
         }
-    if interleave and installed_gpu() is not None:  # vLLM would measure what another engine has taken as its own
-        for request in requests.values():
-            memory = {"kv_cache_memory_bytes": cache_bytes(request), "gpu_memory_utilization": LEAST_SHARE}
-            request["memory"] = memory
+    if interleave:
+        for name, memory in rollout_memory.plan(shape, requests, cases).items():
+            requests[name]["memory"] = memory
     measured: dict[str, Figures] = {name: {} for name in requests}
     result = {
         "shape": shape,
@@ -158,22 +152,12 @@ def _check_names(
     for name, options in {"engine": engine, **{f"variant {name}": own for name, own in variants.items()}}.items():
         if ours := sorted(set(options) & OURS):
             raise ValueError(f"{name} names {ours[0]!r}, which this benchmark sets itself; leave it out")
-        if interleave and (ours := sorted(set(options) & set(SET_HERE))):
+        if interleave and (ours := sorted(set(options) & set(rollout_memory.SET_HERE))):
             raise ValueError(f"{name} names {ours[0]!r}, which --interleave sets for each engine; leave one out")
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 1:
         raise ValueError(f"rank is {list(ranks)}; name each rank once, each at least 1")
     if max(ranks) > ENGINE_RANKS[-1]:
         raise ValueError(f"rank is {list(ranks)}; vLLM holds at most rank {ENGINE_RANKS[-1]}")
-
-
-def cache_bytes(request: Mapping[str, Any]) -> int:
-    """Return the bytes on each GPU of a KV cache in which no sequence of any case waits for another."""
-    cases, block = request["cases"], request["engine"].get("block_size") or BLOCK
-    blocks = [sum(-(-(case.input + n) // block) + 1 for n in case.outputs) for case in (*cases, prefill(cases))]
-    itemsize = 1 if request["kv_cache_dtype"].startswith("fp8") else 2
-    size = measure(config_json(request["shape"]))
-    token = estimates.cache_of_a_token(size, request["tensor_parallel"], itemsize)
-    return int(MARGIN * max(blocks) * block * token)
 
 
 def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

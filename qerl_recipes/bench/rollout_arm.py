@@ -54,6 +54,11 @@ def longest(cases: Sequence[Case]) -> int:
     return max(case.input + case.output for case in cases)
 
 
+def most_sequences(cases: Sequence[Case]) -> int:
+    """Return how many sequences are computed at a time at most."""
+    return max(*(case.batch for case in cases), PREFILLED)
+
+
 def prefill(cases: Sequence[Case]) -> Case:
     """Return the case that times the prefill alone, on prompts as long as the longest sequence of equal lengths."""
     return Case(PREFILLED, longest([case for case in cases if not case.lengths]) - 1, 1)
@@ -144,7 +149,7 @@ def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":
     llm = random_model.start(
         config,
         length=longest(cases),
-        sequences=max(*(case.batch for case in cases), PREFILLED),
+        sequences=most_sequences(cases),
         scratch=request["scratch"],
         tensor_parallel_size=request["tensor_parallel"],
         logprobs_mode="processed_logprobs",

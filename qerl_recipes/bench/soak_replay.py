@@ -16,10 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.engines import LEAST_SHARE
+from qerl_recipes.bench.rollout_memory import LEAST_SHARE
 from qerl_recipes.bench.soak_load import LONGEST_ANSWER, LONGEST_PROMPT, SPAWN, Adapter, Answer, Change, ahead
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
@@ -154,7 +152,7 @@ def _replay(folder: str, seed: int, change: Change, answers: Sequence[Answer]) -
 
 @dataclass
 class Verdict:
-    """Count what judging has found.
+    """Count what judging has found so far.
 
     ``one`` were judged under the one policy that they name, ``several`` as a sequence of them; ``left_out`` name more
     than ``MOST_POLICIES``. ``wrong`` says why, by answer. ``worst`` is the largest difference of the right ones of one
@@ -168,6 +166,7 @@ class Verdict:
     wrong: dict[int, str] = field(default_factory=dict)
     controls: int = 0
     told_apart: int = 0
+    waiting: int = 0
 
 
 def named(policy: str, changes: Sequence[Change]) -> list[int]:
@@ -192,43 +191,68 @@ def difference(answer: Answer, replayed: Sequence[Sequence[float]], tolerance: f
     return worst
 
 
-def judge(answers: Sequence[Answer], changes: Sequence[Change], replays: Replays, tolerance: float) -> Verdict:
-    """Judge every answer against every policy that it names, once it has been replayed under all of them."""
-    verdict, named_by, controls = Verdict(), dict[int, list[int]](), dict[int, int]()  # by answer: changes, or one
-    work: dict[int, list[int]] = defaultdict(list)  # change -> answers that are replayed under it
-    changes_of = functools.cache(lambda policy: named(policy, changes))  # many answers name the same
-    for i, answer in enumerate(answers):
-        if not answer.tokens:
-            continue
-        places = changes_of(answer.policy)
-        if not places:
-            verdict.wrong[i] = f"answer {i} names policy {answer.policy}, which was never served"
-            continue
-        if "-" in answer.policy and len(places) > MOST_POLICIES:
-            verdict.left_out += 1
-            continue
-        named_by[i] = places
-        if i % CONTROL_EVERY == 0 and places[0] > 0:
-            controls[i] = places[0] - 1
-        for place in (*places, *([controls[i]] if i in controls else [])):
-            work[place].append(i)
-    order, replayed = sorted(work), dict[tuple[int, int], list[float]]()
-    members = ([answers[i] for i in work[place]] for place in order)
-    found = zip(order, replays((changes[place] for place in order), members), strict=True)
-    for place, logprobs in tqdm(found, total=len(order), desc="policies judged"):
-        replayed |= {(i, place): of for i, of in zip(work[place], logprobs, strict=True)}
-    for i, places in named_by.items():
-        answer, under = answers[i], [replayed[i, place] for place in places]
+class _Judging:
+    """Plan which answers are replayed under which policies, and judge each answer once all its replays are there."""
+
+    def __init__(self, answers: Sequence[Answer], changes: Sequence[Change], tolerance: float) -> None:
+        self.answers, self.tolerance, self.verdict = answers, tolerance, Verdict()
+        self.named: dict[int, list[int]] = {}  # answer -> the changes that it names
+        self.control: dict[int, list[int]] = {}  # answer -> a change that it does not name, or none
+        self.replayed: dict[int, dict[int, list[float]]] = {}  # answer not yet judged -> change -> log-probabilities
+        self.work: dict[int, list[int]] = defaultdict(list)  # change -> answers that are replayed under it
+        changes_of = functools.cache(lambda policy: named(policy, changes))  # many answers name the same
+        for i, answer in enumerate(answers):
+            if not answer.tokens:
+                continue
+            places = changes_of(answer.policy)
+            if not places:
+                self.verdict.wrong[i] = f"answer {i} names policy {answer.policy}, which was never served"
+            elif "-" in answer.policy and len(places) > MOST_POLICIES:
+                self.verdict.left_out += 1
+            else:
+                self.named[i], self.replayed[i] = places, {}
+                self.control[i] = [places[0] - 1] if i % CONTROL_EVERY == 0 and places[0] > 0 else []
+                for place in (*places, *self.control[i]):
+                    self.work[place].append(i)
+        self.verdict.waiting = len(self.replayed)
+
+    def add(self, place: int, replayed: Sequence[list[float]]) -> None:
+        """Take the log-probabilities of the answers that were replayed under a change."""
+        for i, logprobs in zip(self.work[place], replayed, strict=True):
+            self.replayed[i][place] = logprobs
+            if len(self.replayed[i]) == len(self.named[i]) + len(self.control[i]):
+                self._judge(i, self.replayed.pop(i))
+
+    def _judge(self, i: int, replayed: Mapping[int, list[float]]) -> None:
+        answer, verdict = self.answers[i], self.verdict
+        under = [replayed[place] for place in self.named[i]]
+        verdict.waiting -= 1
         if "-" in answer.policy:
             verdict.several += 1
-            off = difference(answer, under, tolerance)
+            off = difference(answer, under, self.tolerance)
         else:  # a version may have been served with and without noise, and this is one of the two from end to end
             verdict.one += 1
-            off = min(difference(answer, [logprobs], tolerance) for logprobs in under)
-            verdict.worst = max(verdict.worst, off if off <= tolerance else 0.0)
-        if not off <= tolerance:
+            off = min(difference(answer, [logprobs], self.tolerance) for logprobs in under)
+            verdict.worst = max(verdict.worst, off if off <= self.tolerance else 0.0)
+        if not off <= self.tolerance:
             verdict.wrong[i] = f"answer {i} of policy {answer.policy}: a log-probability is {off:.3g} off"
-        if i in controls:
+        for place in self.control[i]:
             verdict.controls += 1
-            verdict.told_apart += difference(answer, [replayed[i, controls[i]]], tolerance) > tolerance
-    return verdict
+            verdict.told_apart += difference(answer, [replayed[place]], self.tolerance) > self.tolerance
+
+
+def judge(
+    answers: Sequence[Answer],
+    changes: Sequence[Change],
+    replays: Replays,
+    tolerance: float,
+    report: Callable[[Verdict], None] = lambda verdict: None,
+) -> Verdict:
+    """Judge every answer against every policy that it names; ``report`` gets the verdict so far after each policy."""
+    judging = _Judging(answers, changes, tolerance)
+    places = sorted(judging.work)
+    members = ([answers[i] for i in judging.work[place]] for place in places)
+    for place, replayed in zip(places, replays((changes[place] for place in places), members), strict=True):
+        judging.add(place, replayed)
+        report(judging.verdict)
+    return judging.verdict

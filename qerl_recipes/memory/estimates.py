@@ -162,20 +162,12 @@ class Engine:
 
     @property
     def scratch(self) -> int:
-        """Return the bytes that vLLM's profiling run will measure: the widest layer on a full step, and the sampler.
-
-        The sampler has a row of logits for each sequence and each drafted token. Of 4-bit weights the largest piece
-        that the engine expands at a time is added.
-        """
-        size, drafts = self.size, self.training.vllm_speculative_config
-        # gate, up, their product and the outputs, for every expert that a token goes through
-        in_experts = [layer.used * (3 * layer.inner + layer.hidden) for layer in size.experts]
-        widest = max([3 * size.intermediate + 4 * size.hidden, *in_experts])
+        """Return the bytes of temporary tensors."""
+        expands = self.training.quantization != "bf16"
+        drafts = self.training.vllm_speculative_config
         drafted = drafts.get("num_speculative_tokens", 0) if isinstance(drafts, dict) else 0
-        logits = sequences(self.training) * (1 + drafted) * size.vocabulary
-        slab = max(slab_rows(sum(part.N for part in parts)) * parts[0].K for parts in size.fused) * BF16
-        expanded = 0 if self.training.quantization == "bf16" else slab
-        return ENGINE_TOKENS * widest * self.itemsize + logits * FP32 * SAMPLER_COPIES + expanded
+        rows = sequences(self.training) * (1 + drafted)
+        return engine_scratch(self.size, rows, expands=expands, itemsize=self.itemsize)
 
     @property
     def beside_cache(self) -> int:
@@ -204,3 +196,19 @@ def sequences(training: GRPOConfig) -> int:
 def cache_of_a_token(size: ModelSize, tensor_parallel: int, itemsize: int) -> int:
     """Return the bytes of a token in one GPU's KV cache: keys and values of all layers, of ``itemsize`` each."""
     return 2 * size.layers * -(-size.kv_heads // tensor_parallel) * size.head_dim * itemsize
+
+
+def engine_scratch(
+    size: ModelSize, rows: int, *, expands: bool, itemsize: int = BF16, tokens: int = ENGINE_TOKENS
+) -> int:
+    """Return the bytes that vLLM's profiling run will measure: the widest layer on ``tokens`` tokens, and the sampler.
+
+    ``rows`` are those of the sampler's logits: one a sequence and one a drafted token. ``expands`` says that the frozen
+    weights are 4-bit: the largest piece of a weight that the engine expands at a time is then added.
+    """
+    # gate, up, their product and the outputs, for every expert that a token goes through
+    in_experts = [layer.used * (3 * layer.inner + layer.hidden) for layer in size.experts]
+    hidden = tokens * max([3 * size.intermediate + 4 * size.hidden, *in_experts]) * itemsize
+    sampler = rows * size.vocabulary * FP32 * SAMPLER_COPIES
+    slab = max(slab_rows(sum(part.N for part in parts)) * parts[0].K for parts in size.fused) * BF16
+    return hidden + sampler + (slab if expands else 0)

@@ -198,6 +198,7 @@ def summary(verdict=SOUND, memory=MEMORY, **changed):
     [
         ({"lost": ["APIError: gone", "other"]}, "2 requests lost, such as: APIError: gone"),
         ({"verdict": replace(SOUND, wrong={9: "later", 4: "0.7 off"})}, "2 wrong answers, such as: 0.7 off"),
+        ({"verdict": replace(SOUND, waiting=4)}, "4 answers have not been judged"),
         ({"verdict": replace(SOUND, one=0)}, "no answer has one policy alone; none was judged sharply"),
         ({"verdict": replace(SOUND, told_apart=98)}, "only 98.0% of answers are told from those of another policy"),
         ({"verdict": replace(SOUND, controls=0, told_apart=0)}, "only 0.0% of answers are told from"),
