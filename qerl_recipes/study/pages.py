@@ -31,7 +31,7 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
     # reward and judge read the last number of an answer that does not end all the same
     named_cut = ", ".join(_seeds_cut(arm, shares) for arm, shares in cut(values).groupby(level=0, sort=False))
     if named_cut:
-        named_cut = f"More than {percent(CUT)} of completions cut at the end: {named_cut}."
+        named_cut = f"Over {percent(CUT)} of completions cut at the end: {named_cut}."
     tables = f"[Metrics]({CONFIGURATIONS})"
     if len(found):
         tables = f"[Comparisons and claims]({COMPARISONS}), [metrics]({CONFIGURATIONS})"
@@ -41,11 +41,11 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
     lines += [
         f"![{metrics} over the steps]({CURVES})",
         "",
-        f"*Mean and range of the seeds, {SMOOTHING}-step running means.*",
+        f"*Mean and range of the seeds, {SMOOTHING}-step means.*",
         "",
         " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
         *([named_cut] if named_cut else []),
-        f"{tables}. To repeat: `qerl study {file}`.",
+        f"{tables}. Repeat: `qerl study {file}`.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -91,7 +91,7 @@ def _how_compared(study: Study, values: pd.DataFrame) -> str:
     """Return how the table of comparisons was made, and what its seeds can show."""
     found, made = comparisons(study, values), len(study.comparisons)
     seeds, spreads = max(c.seeds for c in found), sorted(pd.Series(c.differences).std() for c in found)
-    holm_over = f", Holm over {made} comparisons" if made > 1 else ""
+    holm_over = f", Holm over {made}" if made > 1 else ""
     text = f"Before→after training{f', {seeds} seeds' if len({c.seeds for c in found}) == 1 else ''}"
     if study.sweep is not None:
         text += f", each configuration at its best {study.sweep.key} (@)"
