@@ -5,6 +5,7 @@ GPU, reads it from shared memory, or receives it in the request's body.
 """
 
 import functools
+import math
 import ssl
 import sys
 import warnings
@@ -241,6 +242,8 @@ class AsyncPolicyClient(_Client):
 
         Raises ValueError for a sigma that is NaN or infinite, which JSON cannot carry.
         """
+        if isinstance(sigma, float) and not math.isfinite(sigma):
+            raise ValueError(f"noise sigma is {sigma}; it must be a finite number (0 clears the noise)")
         noise: dict[str, Any] = {"sigma": sigma, "seed": seed, "rollout": rollout}
         noise |= {} if targets is None else {"targets": list(targets)}
         call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": noise}

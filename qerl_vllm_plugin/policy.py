@@ -34,6 +34,7 @@ from qerl_vllm_plugin.worker.policy import NO_CARRIER
 logger = init_logger("vllm.qerl")
 T = TypeVar("T")
 
+EVERYWHERE = ("version", "hash", "sigma", "seed", "rollout", "targets")  # what all ranks say alike
 # only the program that holds a vllm.LLM can send it requests, and ``Policy`` requires that each names the policy
 VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
 
@@ -274,9 +275,12 @@ class Policy:
         self._call("qerl_check_unchanged", refusal=KVCacheError)
 
     def state(self, *, digest: bool = False) -> PolicyState:
-        """Return what the engine serves now."""
+        """Return what the engine serves now. Raises RuntimeError if the ranks differ."""
         ranks = self._call("qerl_state", digest)
         stages = {rank["stage"]: rank for rank in reversed(ranks)}  # the first rank of each pipeline stage
+        alike = all(rank[key] == ranks[0][key] for rank in ranks for key in EVERYWHERE)
+        if not alike or any(rank.get("norms") != stages[rank["stage"]].get("norms") for rank in ranks):
+            raise RuntimeError(f"the workers of this engine hold different policies: {ranks}; restart it")
         found = {key: ranks[0][key] for key in ("version", "sigma", "seed", "rollout")}
         norms, adapter = (
             _joined([stages[stage][key] for stage in sorted(stages)]) if digest else None

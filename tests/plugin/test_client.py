@@ -142,8 +142,8 @@ def test_a_server_that_does_not_answer_is_named(kind, error, text, monkeypatch):
 
 
 @pytest.mark.parametrize("sigma", [float("nan"), float("inf")])
-def test_a_sigma_that_json_cannot_carry_is_refused(sigma):
-    with pytest.raises(ValueError, match="float values are not JSON compliant"):
+def test_a_sigma_that_json_cannot_carry_is_named(sigma):
+    with pytest.raises(ValueError, match=f"noise sigma is {sigma}; it must be a finite number"):
         PolicyClient(NOBODY, "token").set_noise(sigma, seed=0, rollout=0)
 
 

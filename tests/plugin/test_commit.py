@@ -228,3 +228,11 @@ def test_promise_04_half_a_policy_serves_nothing(boot, make_nvfp4, hf, make_adap
             use()
     with pytest.raises(RuntimeError, match="the device is gone"):
         measure.engine(policy._llm, policy._request)
+
+
+@pytest.mark.parametrize("key", ["version", "hash", "sigma", "norms"])
+def test_ranks_that_hold_different_policies_are_reported(policy, key, monkeypatch):
+    (state,) = policy._call("qerl_state", True)
+    monkeypatch.setattr(policy, "_call", lambda *_: [state, {**state, key: "another"}])
+    with pytest.raises(RuntimeError, match="the workers of this engine hold different policies"):
+        policy.state(digest=True)
