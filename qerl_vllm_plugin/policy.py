@@ -177,7 +177,11 @@ class Policy:
             timer.end("way")
             return results
 
-        first = self._sent(given, send)[0]
+        try:
+            first = self._sent(given, send)[0]
+        finally:
+            if self._lost is None:
+                self._answer(emptied)  # tensors may be refused before; two threads must not send at a time
         timer.end("free")
         self.parts = _parts(timer, first)
         self.version = int(first["version"])

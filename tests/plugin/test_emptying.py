@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import PATIENCE
 
+from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 from qerl_vllm_plugin.wire import timing
 from qerl_vllm_plugin.wire.timing import begun
@@ -91,6 +92,14 @@ def test_without_an_empty_cache_no_change_is_sent(policy, adapter):
             change()
     assert policy.asked == [EMPTY, "packed", EMPTY]
     assert policy.state(digest=True) == before
+
+
+def test_a_swap_that_cannot_be_packed_leaves_no_call_under_way(policy, adapter, monkeypatch):
+    """Its caller may ask the engine next, and two threads that send at a time would mix their messages."""
+    monkeypatch.setattr(engine_client, "has_died", lambda llm: policy.emptied.set_result(True))  # asked by who waits
+    with pytest.raises(ValueError, match="has dtype"):
+        policy.swap({name: tensor.cfloat() for name, tensor in adapter[0].items()}, adapter[1])
+    assert policy.asked == [EMPTY] and policy.emptied.done()
 
 
 def test_a_cache_that_is_not_heard_of_is_an_engine_given_up(policy, adapter):
