@@ -18,7 +18,7 @@ from typing import IO, Any
 from qerl_vllm_plugin.wire import gpu_memory, shared_file
 from qerl_vllm_plugin.wire.checksum import checksums
 from qerl_vllm_plugin.wire.safetensors_file import Tensors, header_bytes
-from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments, enter
+from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segment, Segments, enter
 from qerl_vllm_plugin.wire.timing import Timer
 
 PIECE = 256 << 10
@@ -54,15 +54,16 @@ def describing(tensors: Tensors, config: dict[str, Any]) -> Iterator[bytes]:
     """Yield the body that names a file with a description of tensors on a GPU; valid inside the ``with`` block.
 
     The file shows that the caller runs on the server's machine as the server's user. Raises CudaIPCError if the GPU
-    memory cannot be shared.
+    memory cannot be shared, and NoRoomError if shared memory has no room for the file.
     """
     with gpu_memory.described(tensors) as (text, memory):
         listed = [json.loads(text)["tensors"], checksums([memory])]
         checksum = hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-        file, path = shared_file.create()
-        with file:
-            file.write(json.dumps({"memory": text, "checksum": checksum, CONFIG: config}).encode())
-            yield naming(path)
+        content = json.dumps({"memory": text, "checksum": checksum, CONFIG: config}).encode()
+        segment = Segment(len(content))
+        with segment.file:
+            segment.write(content, 0)
+            yield naming(segment.path)
 
 
 def naming(path: str) -> bytes:
@@ -138,9 +139,9 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
         raise Refused(400, "cut_body", f"the body was cut off after {received} of {expected} bytes")
 
 
-async def read_json(request: Any) -> dict[str, Any]:
-    """Return the body as a JSON object of at most ``MAX_JSON`` bytes. Raises Refused for anything else."""
-    return _object("the body", b"".join([chunk async for chunk in chunks(request, MAX_JSON)]))
+async def read_json(request: Any, limit: int = MAX_JSON) -> dict[str, Any]:
+    """Return the body as a JSON object of at most ``limit`` bytes. Raises Refused for anything else."""
+    return _object("the body", b"".join([chunk async for chunk in chunks(request, limit)]))
 
 
 async def _opened(request: Any, held: ExitStack) -> IO[bytes]:
@@ -149,8 +150,9 @@ async def _opened(request: Any, held: ExitStack) -> IO[bytes]:
     It stays open here until ``held`` is closed, whatever becomes of the caller. Raises Refused for a file that the
     caller does not prove to have made for a server (shared_file.py).
     """
-    given = (await read_json(request)).get("file")
-    file = shared_file.open_ticket(given) if isinstance(given, str) else None  # another release may send something else
+    # another release may send something else, such as the description of tensors itself
+    given = (await read_json(request, 2 * gpu_memory.MAX_TEXT)).get("file")
+    file = shared_file.open_ticket(given) if isinstance(given, str) else None
     if file is None:
         raise Refused(403, "unreachable", NOT_NEAR)
     return held.enter_context(file)

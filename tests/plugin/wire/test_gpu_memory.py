@@ -2,7 +2,9 @@
 plays the GPU; tests/gpu/test_ipc.py has real ones."""
 
 import ctypes
+import errno
 import json
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.policy import Policy
-from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory, spans
+from qerl_vllm_plugin.wire import body, cuda_ipc, gpu_memory, shared_file, spans
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.wire.sender import Sender
+from qerl_vllm_plugin.wire.shared_segment import NoRoomError
 from qerl_vllm_plugin.worker.received import received
 
 CPU = torch.device("cpu")
@@ -118,6 +121,18 @@ def test_norms_in_gpu_memory_are_read_and_an_adapter_later(gpu):
             with received(text, other, CPU, None) as (adapter, norms, fetch):
                 assert len(adapter) == 2 and torch.equal(fetch([adapter[half]], CPU).tensors()[0], A)
                 assert torch.equal(norms["model.norm.weight"], norm) and len(norms) == 1
+
+
+def test_a_description_is_sent_whole_or_not_at_all(gpu, monkeypatch):
+    with body.describing(TENSORS, {"r": 8}) as sent, shared_file.open_ticket(json.loads(sent)["file"]) as file:
+        assert json.loads(file.read())["adapter_config"] == {"r": 8}
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(NoRoomError, match="is full: No space left"), body.describing(TENSORS, {"r": 8}):
+        pass
 
 
 def spoiled(**changes):
