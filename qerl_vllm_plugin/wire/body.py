@@ -208,14 +208,15 @@ async def received(request: Any, limit: int, segments: Segments, held: ExitStack
         file = await enter(segments.of(size or limit), held)  # allocating the memory takes a while
         timer, written, digest = Timer(), 0, shared_file.Digest(file.file)
         try:
-            async for chunk in chunks(request, limit):
-                file.write(chunk, written)
-                written += len(chunk)
-                digest.grow(written)
+            try:
+                async for chunk in chunks(request, limit):
+                    file.write(chunk, written)
+                    written += len(chunk)
+                    digest.grow(written)
+            finally:  # in a thread, as the digest below, so that other requests go on meanwhile
+                await asyncio.to_thread(file.shorten, written)
             timer.end("body")
-            file.shorten(written)
             config = _config(file.path, written)
-            # in a thread, so that other requests go on meanwhile
             found = await asyncio.to_thread(digest.finish, written)
             timer.end("digest")
             return Upload(file.path, found, written, config, timer.seconds)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -308,6 +309,28 @@ def test_what_a_change_reads_stays_until_its_end(way, with_routes):
         await until(lambda: way != "file" or not os.path.exists(engine.path))
 
     with_routes(engine, leave)
+
+
+async def cut_off():
+    yield body({"x": torch.ones(4)}, {})
+    yield bytes(2 << 20)  # more than the server takes
+
+
+@pytest.mark.parametrize("content", [lambda: in_pieces(body({"x": torch.ones(4)}, {})), cut_off])
+def test_other_requests_go_on_while_the_rest_of_an_uploads_memory_is_freed(content, monkeypatch, with_routes):
+    freed, truncate = [], os.ftruncate
+
+    def noted(number, size):
+        freed.append((threading.get_ident() == here, os.fstat(number).st_size - size))
+        truncate(number, size)
+
+    async def put(server, client):
+        await client.put("policy", content=content())
+
+    here = threading.get_ident()
+    monkeypatch.setattr(os, "ftruncate", noted)
+    with_routes(Engine(), put)
+    assert [is_here for is_here, size in freed if size > 1 << 19] == [False]
 
 
 @pytest.mark.parametrize("way", ["body", "pieces", "folder"])
