@@ -9,8 +9,9 @@ adapters are refused.
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,10 @@ def _named_damage(file: Path) -> Iterator[None]:
 
 def _stamps(folder: Path) -> list[tuple[int, ...]]:
     """Return each file's inode, size and times, which change when it is written to or replaced."""
-    found = [(folder / name).stat() for name in FILES if (folder / name).exists()]
+    found = list[os.stat_result]()
+    for name in FILES:
+        with suppress(FileNotFoundError):  # norms are there only if some were trained
+            found.append((folder / name).stat())
     return [(file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns) for file in found]
 
 

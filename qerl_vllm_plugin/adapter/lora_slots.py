@@ -36,10 +36,17 @@ class LoraSlots:
         self.dtype: torch.dtype = self._manager.lora_config.lora_dtype
 
     def _keep_others_out(self) -> None:
-        """Refuse from now on another adapter if the policy leaves no slot for it."""
+        """Refuse from now on another adapter under the policy's LoRA id, or that the policy leaves no slot for.
+
+        vLLM knows adapters by their id alone, and would answer a foreign request under this one with the policy.
+        """
         add = self._worker_manager.add_adapter
 
         def add_checked(request: Any) -> bool:
+            if request.lora_int_id == ADAPTER_ID and not request.lora_path.startswith(SCHEME):
+                raise AdapterError(
+                    f"LoRA id {ADAPTER_ID} belongs to the policy; give the adapter {request.lora_name!r} another one"
+                )
             if request.lora_int_id != ADAPTER_ID and self._manager.lora_slots == 1:
                 raise AdapterError(
                     f"the policy holds this engine's only LoRA slot, so the adapter {request.lora_name!r} has none; "

@@ -7,6 +7,7 @@ from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4
+POLICYS_ID = 2147483647
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +52,8 @@ def test_an_adapter_without_a_slot_is_refused(engine_of_the_policy, theirs, meas
     with pytest.raises(AdapterError, match="'theirs' has none; start the engine with max_loras=2"):
         engine.llm_engine.add_lora(LoRARequest("theirs", 1, theirs[0]))
     assert (measure.engine(engine, Policy(engine).request) == before).all()
+
+
+def test_a_foreign_request_under_the_policys_id_is_refused(engine_of_the_policy, theirs, measure):
+    with pytest.raises(AdapterError, match=f"LoRA id {POLICYS_ID} belongs to the policy.*'theirs'"):
+        measure.engine(engine_of_the_policy, LoRARequest("theirs", POLICYS_ID, theirs[0]))
