@@ -49,7 +49,7 @@ def elsewhere(result: dict[str, Any]) -> str:
 def page() -> str:
     """Return the ledger."""
     files, result = measured(), read("printed")
-    random_head = "tokens | target at 95, 90 % of points | met | median | worst | an adapter adds 10 % or 2 us at most"
+    random_head = "tokens | target | met | median | worst | an adapter adds 10 % or 2 us at most"
     parts = [
         HEAD,
         "## Rollouts\n",
