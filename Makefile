@@ -1,4 +1,4 @@
-# Every target is one `qerl` or `pytest` command; the set-up below it is a .venv from the lock file.
+# Every target is one command; the set-up below it is a .venv from the lock file.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +26,7 @@ test-all: lint $(VENV)/.compiled
 
 # ten minutes of load on a server whose policy is swapped every second, each answer checked afterwards
 soak: $(VENV)/.compiled
-	$(BIN)/qerl bench soak --minutes 10 --output runs/soak.json
+	$(BIN)/python tests/soak --minutes 10 --output runs/soak.json
 
 # the readers of what strangers send, with fifty times the examples that they have in the suite
 fuzz: $(VENV)/.compiled

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import soak
 import typer
 
 from qerl_recipes.cli import app
@@ -45,9 +46,9 @@ def commands():
             yield line, "a page"
 
 
-def check_qerl(words):
+def check_qerl(words, of=app):
     """Raise where the command does not exist, an option is unknown, or a value has the wrong type."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(of)
     parent = command.context_class(command, **command.context_settings)  # this context says how options may be spelt
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
@@ -59,7 +60,13 @@ def check_qerl(words):
 
 @pytest.mark.parametrize(("line", "where"), list(commands()), ids=lambda text: text[:60])
 def test_every_command_is_one(line, where):
+    line = line.replace("qerl bench soak", "python tests/soak")  # what it was called
     program, *words = shlex.split(line)
+    if words[0] == "tests/soak":
+        of = typer.Typer()
+        of.command()(soak.main)
+        check_qerl(words[1:], of)
+        return
     if program == "qerl":
         check_qerl(words)
         return

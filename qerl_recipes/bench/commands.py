@@ -149,37 +149,10 @@ def swap(
     run(shape, rank=rank, transports=transport.split(","), tensor_parallel_size=tensor_parallel_size, output=output)
 
 
-@bench.command()
-def soak(
-    model: Annotated[
-        str | None, typer.Option(help="folder of a checkpoint to serve; default: random weights of --shape")
-    ] = None,
-    shape: Shape = "tiny",
-    streams: Annotated[int, typer.Option(help="requests under way at a time")] = 64,
-    minutes: Annotated[
-        float, typer.Option(help="minutes of load, a fifth of them without swaps; judging comes after")
-    ] = 10,
-    api_server_count: Annotated[int, typer.Option(help="processes that take requests")] = 1,
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs of the server")] = 1,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(help="the server's share of each GPU")] = None,
-    seed: Annotated[int, typer.Option(help="seed of weights, prompts, adapters and noise")] = 0,
-    output: Output = None,
-) -> None:
-    """Swap the policy of a server under load every second, and check every answer against the policy it names."""
-    from qerl_recipes.bench.soak import run
-
-    result = run(
-        model=model,
-        shape=shape,
-        streams=streams,
-        minutes=minutes,
-        api_servers=api_server_count,
-        tensor_parallel_size=tensor_parallel_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        seed=seed,
-        output=output,
-    )
-    raise typer.Exit(int(bool(result["failed"])))
+@bench.command(hidden=True, context_settings=PASS_THROUGH)
+def soak() -> None:
+    """Refuse: this has become `python tests/soak`, in a clone."""
+    raise ValueError("`qerl bench soak` has gone: run `python tests/soak` in a clone; it takes the same options")
 
 
 @bench.command()

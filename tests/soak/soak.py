@@ -1,4 +1,4 @@
-"""``qerl bench soak``: a real server under load, its policy changed every second, and each of its answers checked.
+"""``python tests/soak``: a real server under load, its policy changed every second, and each of its answers checked.
 
 Streams ask without a pause; meanwhile the adapter is swapped every second, the noise changes at every fifth swap, and
 some requests are given up half-way. Afterwards the server is ended, and a reference engine in this process is given
@@ -6,21 +6,25 @@ every answer's tokens under the policy that the answer names: a log-probability 
 something else. Weights and adapters are random, unless ``model`` names a checkpoint.
 """
 
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import psutil
+import typer
+from qerl_kernels.conditions import conditions
+from soak_load import Observed, load
+from soak_replay import LENGTH, RANK, Verdict, config_of, dtype, judge, make_adapter, references
 
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.arms import check_gpus, check_shape, ended_cleanly, serving
-from qerl_recipes.bench.results import conditions, save
-from qerl_recipes.bench.soak_load import Observed, load
-from qerl_recipes.bench.soak_replay import LENGTH, RANK, Verdict, config_of, dtype, judge, make_adapter, references
+from qerl_recipes.bench.results import save
+from qerl_recipes.machine.environment import runs_on_cuda
 from qerl_recipes.machine.gpu import MIB, installed_gpu
 from qerl_recipes.machine.serve import ServerProcess
 from qerl_recipes.recipe.shapes import config_json
@@ -35,32 +39,34 @@ REPORT_EVERY = 20.0  # seconds
 MOST_GROWTH = 64 * MIB  # of a process, after each kind of swap has come once: what the first ones take is kept
 
 
-def run(
-    *,
-    model: str | None,
-    shape: str,
-    streams: int = 64,
-    minutes: float = 10,
-    api_servers: int = 1,
-    tensor_parallel_size: int = 1,
-    gpu_memory_utilization: float | None = None,
-    seed: int = 0,
-    output: Path | None = None,
-) -> dict[str, Any]:
-    """Start the server, load it, judge its answers, print the figures, write them to ``output`` as JSON.
+def main(
+    model: Annotated[
+        str | None, typer.Option(help="folder of a checkpoint to serve; default: random weights of --shape")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="as for `qerl bench rollout`")] = "tiny",
+    streams: Annotated[int, typer.Option(help="requests under way at a time")] = 64,
+    minutes: Annotated[
+        float, typer.Option(help="minutes of load, a fifth of them without swaps; judging comes after")
+    ] = 10,
+    api_server_count: Annotated[int, typer.Option(help="processes that take requests")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs of the server")] = 1,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="the server's share of each GPU")] = None,
+    seed: Annotated[int, typer.Option(help="seed of weights, prompts, adapters and noise")] = 0,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """Swap the policy of a server under load every second, and check every answer against the policy it names.
 
-    ``result["failed"]`` says what was not as it must be. Raises ValueError for options that this machine cannot honour,
-    RuntimeError for a server that does not start.
+    Exits with 1 where something was not as it must be. Options that this machine cannot honour are refused.
     """
     if model is None:
         check_shape(shape)
     check_gpus(tensor_parallel_size)
-    if streams < 1 or minutes <= 0 or api_servers < 1:
-        values = f"streams is {streams}, minutes {minutes:g} and api-server-count {api_servers}"
+    if streams < 1 or minutes <= 0 or api_server_count < 1:
+        values = f"streams is {streams}, minutes {minutes:g} and api-server-count {api_server_count}"
         raise ValueError(f"{values}; all must be above 0")
     with ended_cleanly(), tempfile.TemporaryDirectory() as scratch:
         folder = model or write_model(shape, seed, Path(scratch, "model"))
-        options = server_options(streams, api_servers, tensor_parallel_size)
+        options = server_options(streams, api_server_count, tensor_parallel_size)
         if gpu_memory_utilization is not None:
             options += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
         with serving(folder, options, RANK, Path(scratch, "log")) as (server, token):
@@ -68,12 +74,12 @@ def run(
         result = {
             "model": model or f"random weights, shape {shape}",
             "streams": streams,
-            "api_servers": api_servers,
+            "api_servers": api_server_count,
             "tensor_parallel_size": tensor_parallel_size,
             "seed": seed,
             "rank": RANK,
             "dtype": dtype(),
-            **conditions(),
+            **conditions(on_gpu=runs_on_cuda(os.environ)),
         }
         report = seldom(lambda verdict: save(result | summary(observed, speed, memory, verdict), output))
         report(Verdict(waiting=len(observed.answers)))
@@ -82,7 +88,7 @@ def run(
     result |= summary(observed, speed, memory, verdict)
     save(result, output)
     print("\n".join(lines(result)))
-    return result
+    raise typer.Exit(int(bool(result["failed"])))
 
 
 def seldom(write: Callable[[Verdict], None], every: float = REPORT_EVERY) -> Callable[[Verdict], None]:

@@ -15,12 +15,13 @@ import httpx
 import openai
 import psutil
 import pytest
+import soak
+import soak_replay
 import torch
+from soak_load import SILENT, Answer, Change, Observed, Received, ask
+from soak_replay import Verdict, difference, judge, named
 
-from qerl_recipes.bench import soak, soak_replay
 from qerl_recipes.bench.arms import serving
-from qerl_recipes.bench.soak_load import SILENT, Answer, Change, Observed, Received, ask
-from qerl_recipes.bench.soak_replay import Verdict, difference, judge, named
 from qerl_recipes.machine.serve import command
 from qerl_vllm_plugin.wire import shared_file
 
@@ -275,8 +276,26 @@ def test_a_servers_share_of_a_gpu_is_what_was_asked_for(monkeypatch):
         raise RuntimeError(" ".join(options))
 
     monkeypatch.setattr(soak, "serving", serving)
-    asked = partial(soak.run, model="unused", shape="tiny")
+    asked = partial(soak.main, model="unused", shape="tiny")
     with pytest.raises(RuntimeError, match=r"--gpu-memory-utilization 0\.25"):
         asked(gpu_memory_utilization=0.25)
     with pytest.raises(RuntimeError, match=r"^(?!.*gpu-memory)"):
         asked()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": "huge"}, "unknown shape"),
+        ({"streams": 0}, "streams is 0, minutes 10 and api-server-count 1; all must be above 0"),
+        ({"minutes": 0}, "all must be above 0"),
+        ({"minutes": -1}, "all must be above 0"),
+        ({"api_server_count": 0}, "all must be above 0"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, and this machine has"),
+    ],
+)
+def test_what_makes_no_soak_is_refused(options, message, monkeypatch):
+    monkeypatch.setattr(soak, "serving", lambda *_: pytest.fail("a server was started"))
+    with pytest.raises(ValueError, match=message):
+        soak.main(**options)
