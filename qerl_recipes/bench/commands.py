@@ -1,9 +1,10 @@
 """Define the commands of ``qerl bench``.
 
-Each calls the function that does the work. `qerl bench kernels` runs scripts that lie beside the kernels.
+Each calls the function that does the work. That of `scale`, and the scripts of `kernels`, lie beside the kernels.
 """
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -155,6 +156,13 @@ def soak() -> None:
     raise ValueError("`qerl bench soak` has gone: run `python tests/soak` in a clone; it takes the same options")
 
 
+def _of_a_clone(script: str) -> Path:
+    """Return a script that lies beside the kernels. Raises FileNotFoundError where there is no clone."""
+    if not (KERNELS / script).is_file():
+        raise FileNotFoundError(f"{KERNELS} is missing: the benchmark is part of the source tree; run it from a clone")
+    return KERNELS / script
+
+
 @bench.command()
 def scale(
     shape: Annotated[str, typer.Option(help="7B, 32B or 72B of Qwen2.5")] = "7B",
@@ -166,9 +174,8 @@ def scale(
     output: Output = None,
 ) -> None:
     """Compute a step on 1 to 512 GPUs, and an adapter's way to as many servers, from measured parts (checkout)."""
-    from qerl_recipes.bench.scaling import run
-
-    run(shape, completions=completions, lengths=lengths, bandwidth_gb=bandwidth_gb, output=output)
+    compute = runpy.run_path(str(_of_a_clone("scale.py")))["run"]
+    compute(shape, completions=completions, lengths=lengths, bandwidth_gb=bandwidth_gb, output=output)
 
 
 @bench.command()
@@ -184,8 +191,7 @@ def kernels(
     seed: Annotated[int, typer.Option(help="seed of --random and --tune")] = 1,
 ) -> None:
     """Time the linear kernels against cuBLAS BF16, Marlin and Humming once they are right (Hopper GPU, checkout)."""
-    if not (KERNELS / "run.py").is_file():
-        raise FileNotFoundError(f"{KERNELS} is missing: the benchmark is part of the source tree; run it from a clone")
+    _of_a_clone("run.py")
     if tune and random is not None:
         raise ValueError("--tune and --random are two benchmarks: choose one")
     if random is not None and random < 1:

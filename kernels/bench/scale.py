@@ -21,7 +21,7 @@ from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.results import conditions, save, table
 from qerl_recipes.recipe.shapes import config_json
 
-RESULTS = Path(__file__).parents[2] / "kernels/results"  # in a checkout
+RESULTS = Path(__file__).parents[1] / "results"
 ARM = "qerl_nvfp4"
 # shape -> files with the engine's rates, a step's parts, and swaps
 FILES = {
@@ -60,17 +60,17 @@ class Parts:
         return float(numpy.interp(sequences, list(self.decode), list(self.decode.values())))
 
 
-def measured(shape: str, results: Path = RESULTS) -> Parts:
+def measured(shape: str) -> Parts:
     """Return the parts of a shape from the committed files.
 
-    Those of 72B are 32B's times, multiplied by the ratio of the linears' parameters. Raises FileNotFoundError outside
-    of a checkout, and ValueError for a shape of which there are no files.
+    Those of 72B are 32B's times, multiplied by the ratio of the linears' parameters. Raises ValueError for a shape of
+    which there are no files.
     """
     if shape in SCALED:
         from qerl_recipes.memory import sizes
 
         smaller = SCALED[shape]
-        parts = measured(smaller, results)
+        parts = measured(smaller)
         of_both = [sizes.measure(config_json(one)).linears for one in (shape, smaller)]
         weights, adapters = (
             operator.truediv(*(sum(count(linear.N, linear.K) for linear in linears) for linears in of_both))
@@ -81,12 +81,7 @@ def measured(shape: str, results: Path = RESULTS) -> Parts:
         return Parts(decode=decode, push=adapters * parts.push, adapter=round(adapters * parts.adapter), **times)
     if shape not in FILES:
         raise ValueError(f"shape {shape!r} has no measured parts; known: {', '.join([*FILES, *SCALED])}")
-    try:
-        rollout, train, swap = (json.loads((results / f"{name}.json").read_text()) for name in FILES[shape])
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error.filename} is missing: it is in the source tree; run this in a clone"
-        ) from error
+    rollout, train, swap = (json.loads((RESULTS / f"{name}.json").read_text()) for name in FILES[shape])
     engine, seconds = rollout["arms"][ARM], train["summary"][ARM]["seconds"]
     sequences = train["groups"] * train["generations"]
     alone = Parts(
