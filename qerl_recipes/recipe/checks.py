@@ -8,6 +8,9 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
+import torch
+from transformers import get_scheduler
+
 from qerl_recipes.recipe.configs import SERVER, WANDB, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import SMALLEST_TEMPERATURE, sampling_parameters, wrong_bias
@@ -47,6 +50,24 @@ DRAFTS = {
             "suffix_decoding_max_cached_requests",
         ),
     ),
+}
+CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # they clip at 1 - epsilon and at 1 + epsilon_high
+# keys -> the key and, unless any but 0, false and none will do, its values, without which they do nothing
+NEEDS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "scale_rewards": ("multi_objective_aggregation", ("sum_then_normalize",)),
+    "epsilon delta": ("loss_type", CLIPPING_LOSSES),
+    "epsilon_high": ("loss_type", (*CLIPPING_LOSSES, "cispo")),
+    "sapo_temperature_neg sapo_temperature_pos": ("loss_type", ("sapo",)),
+    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg": ("loss_type", ("vespo",)),
+    "use_bias_correction_kl": ("beta", None),
+    "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target": ("use_adaptive_entropy", None),
+    "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min": (
+        *("vllm_importance_sampling_correction", None),
+    ),
+    "dynamic_sampling_max_rounds": ("dynamic_sampling", None),
+    "noise_schedule": ("noise_mode", ("engine", "engine_is", "both")),
+    "eval_steps": ("eval_strategy", ("steps",)),
+    "num_completions_to_print log_unique_prompts": ("log_completions", None),
 }
 # optimizers that read optim_args -> the names that they know; a weight_decay there would lose to the key
 OPTIMIZER_ARGUMENTS = {
@@ -123,14 +144,19 @@ def without_effect(training: GRPOConfig) -> Iterator[str]:
     named = [key for key in WANDB if getattr(training, key) is not None]
     if named and "wandb" not in (training.report_to or ()):
         yield f"{', '.join(named)}: without effect, for report_to has no wandb; add it, or remove them"
+    lacking: dict[str, str] = {}
+    for keys, (other, values) in NEEDS.items():
+        value = getattr(training, other)
+        if not (value if values is None else value in values):
+            lacking |= dict.fromkeys(keys.split(), f"{other}: {getattr(value, 'value', value)}")
     if training.vllm_mode == SERVER:
-        unused = [
-            f"{key}: {value} has no effect with vllm_mode: {SERVER} ({instead})"
-            for key, instead in ENGINE_KEYS.items()
-            if (value := getattr(training, key)) != DEFAULTS[key]
-        ]
-        if unused:
-            yield "; ".join(unused)
+        lacking |= {key: f"vllm_mode: {SERVER} ({instead})" for key, instead in ENGINE_KEYS.items()}
+    if unused := [
+        f"{key}: {value} has no effect with {what}"
+        for key, what in lacking.items()
+        if (value := getattr(training, key)) != DEFAULTS[key]
+    ]:
+        yield "; ".join(unused)
     if narrows := list(narrowing(training)):
         weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
         yield (
@@ -385,6 +411,12 @@ def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
 
 def _optimization(training: GRPOConfig) -> Iterator[str]:
     """Yield what transformers' optimizer would not read, and what would cut a rollout otherwise than its keys say."""
+    schedule, arguments = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
+        get_scheduler(schedule, optimizer, 1, 1000, scheduler_specific_kwargs=arguments)
+    except (TypeError, ValueError) as error:
+        yield f"lr_scheduler_type: {schedule.value} cannot go with lr_scheduler_kwargs: {arguments}: {error}"
     known = OPTIMIZER_ARGUMENTS.get(optim := str(getattr(training.optim, "value", training.optim)), ())
     instead = f"it reads {', '.join(known)}, as NAME=VALUE" if known else "remove it, or use the adam_ keys"
     for pair in filter(None, (training.optim_args or "").replace(" ", "").split(",")):

@@ -34,7 +34,7 @@ from peft import PeftModel
 from qerl_recipes.model import logprobs
 from qerl_recipes.model.packing import PackedRow, pack
 from qerl_recipes.recipe.batches import AS_MANY_AS_FIT, FAST_TOKENS
-from qerl_recipes.recipe.checks import needs_every_completion
+from qerl_recipes.recipe.checks import CLIPPING_LOSSES, needs_every_completion
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train.half_precision import HalfPrecision
 
@@ -45,7 +45,6 @@ STALENESS, STALE_CLIPPED = "staleness/logp_difference/mean", "staleness/clip_rat
 
 SEQUENCE_MODES = ("sequence_mask", "sequence_truncate")
 MASK_MODES = ("sequence_mask", "token_mask")
-CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # they clip at 1 - epsilon and at 1 + epsilon_high
 
 Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # metric -> sum of its values, their number
 

@@ -194,6 +194,7 @@ def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
         if model.names_adapter:
             _check_adapter(start, adapter.to_dict(), config, f"adapter_name_or_path {start.path}")
         adapter = LoraConfig.from_pretrained(str(start.path))
+    _adapted(adapter.to_dict(), config, "lora_target_modules")
     if resume is not None:
         run_state.check_continues(resume.state, run, resume.folder)
         saved = open_adapter(resume.folder)
@@ -378,11 +379,7 @@ def _check_adapter(
         for key, (name, default) in ADAPTER_KEYS.items()
         if expected.get(name, default) != existing.config.get(name, default)
     ]
-    linears = [linear.name for linear in measure(config).linears]
-    try:
-        wanted, trained = (named_modules(settings, linears) for settings in (expected, existing.config))
-    except AdapterError as error:
-        raise ConfigError(f"{source}: {error}") from error
+    wanted, trained = (_adapted(settings, config, source) for settings in (expected, existing.config))
     if wanted != trained:
         kinds = sorted({name.rpartition(".")[2] for name in trained})
         differences.append(
@@ -393,3 +390,11 @@ def _check_adapter(
             f"{source}: {'; '.join(differences)}. Give these keys the adapter's values, name an adapter that has them "
             "as adapter_name_or_path, or train a new one"
         )
+
+
+def _adapted(settings: Mapping[str, Any], config: Mapping[str, Any], source: str) -> set[str]:
+    """Return the layers that an adapter's ``settings`` name; PEFT would pass over a name that is no layer's."""
+    try:
+        return named_modules(settings, [linear.name for linear in measure(config).linears])
+    except AdapterError as error:
+        raise ConfigError(f"{source}: {error}") from error

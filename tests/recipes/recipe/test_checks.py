@@ -36,6 +36,11 @@ REFUSED = [
         "lr_scheduler_type: reduce_lr_on_plateau goes by the loss of an evaluation",
     ),
     (
+        '--lr_scheduler_type cosine --lr_scheduler_kwargs {"min_lr_rate":0.1}',
+        "lr_scheduler_type: cosine cannot go with lr_scheduler_kwargs: {'min_lr_rate': 0.1}: ",
+    ),
+    ("--lr_scheduler_type cosine_with_min_lr", "lr_scheduler_type: cosine_with_min_lr cannot go with lr_scheduler_kw"),
+    (
         "--loss_type vespo --vllm_importance_sampling_mode sequence_mask",
         "loss_type: vespo weighs tokens, not sequences: vllm_importance_sampling_mode cannot be sequence_mask",
     ),
@@ -252,6 +257,21 @@ def test_a_server_is_found_under_trls_key(flags, address):
             "--wandb_project p --wandb_run_group g",
             ["wandb_project, wandb_run_group: without effect, for report_to has no wandb; add it, or remove them"],
         ),
+        (
+            "--multi_objective_aggregation normalize_then_sum --scale_rewards none --delta 2 --loss_type cispo "
+            "--eval_steps 5 --entropy_target 0.5",
+            [
+                "scale_rewards: none has no effect with multi_objective_aggregation: normalize_then_sum",
+                "delta: 2.0 has no effect with loss_type: cispo",
+                "eval_steps: 5.0 has no effect with eval_strategy: no",
+                "entropy_target: 0.5 has no effect with use_adaptive_entropy: False",
+            ],
+        ),
+        (
+            "--noise_mode engine --vllm_importance_sampling_clip_max 3",
+            ["vllm_importance_sampling_clip_max: 3.0 has no effect with vllm_importance_sampling_correction: False"],
+        ),
+        ("--loss_type cispo --epsilon_high 5", []),
     ],
 )
 def test_keys_without_effect_are_named(flags, lines):

@@ -52,6 +52,12 @@ def test_nothing_to_resume_from_is_refused(resume, message, write_recipe, no_bui
     assert not (tmp_path / "run").exists()
 
 
+def test_layers_that_the_model_lacks_are_refused_before_loading(write_recipe, no_build):
+    recipe = write_recipe(lora_target_modules=["q_proj", "down_prj"])
+    with pytest.raises(ConfigError, match="lora_target_modules: target_modules names 'down_prj', which is no linear"):
+        train.main(["--config", recipe])
+
+
 def test_a_run_that_ended_in_mid_rollout_is_not_made_longer(write_recipe, no_build, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
