@@ -5,22 +5,20 @@ It is a ``RolloutEngine`` that also takes turns and lends its weights (``TakesTu
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
 from vllm import LLM, SamplingParams
 
 from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.gpu import this_gpu
 from qerl_recipes.memory import estimates
 from qerl_recipes.memory.sizes import measure
-from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
-from qerl_recipes.rollout.interface import Profiler, Snapshot
+from qerl_recipes.rollout.interface import Profiler
 from qerl_recipes.rollout.sampling import Completion, Ended, Follow, Request, SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
 from qerl_vllm_plugin.compat.drafts import expand_on_cpu, search_beside_torch
@@ -35,17 +33,8 @@ class VLLMRollouts(SeededRollouts):
     # of vLLM's sleep: 1 moves the weights to CPU memory; 2 would discard them, and only the checkpoint holds them
     sleep_level = 1
 
-    def __init__(
-        self,
-        base: str,
-        training: GRPOConfig,
-        *,
-        rank: int,
-        dtype: torch.dtype,
-        snapshot: Callable[[], Snapshot],
-        accelerator: Accelerator | PartialState,
-    ) -> None:
-        super().__init__(training, snapshot, accelerator)
+    def _start(self, base: str, rank: int, dtype: torch.dtype) -> None:
+        training, accelerator = self._training, self._accelerator
         self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
         self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = self._is_held = False
         self._tensor_parallel_group: Any = None  # of the trainer processes that share one engine

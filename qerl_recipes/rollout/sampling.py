@@ -20,6 +20,7 @@ from qerl_recipes.rollout.interface import Completions, GoOn, Profiler, Snapshot
 from qerl_vllm_plugin.noise import seed_of
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator, PartialState
     from vllm import LLM, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -114,11 +115,23 @@ class SeededRollouts(ABC):
     longest: int  # the most tokens of a sequence
 
     def __init__(
-        self, training: "GRPOConfig", snapshot: Callable[[], Snapshot], accelerator: "Accelerator | PartialState"
+        self,
+        base: str,
+        training: "GRPOConfig",
+        *,
+        rank: int,
+        dtype: "torch.dtype",
+        snapshot: Callable[[], Snapshot],
+        accelerator: "Accelerator | PartialState",
     ) -> None:
         self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
         self._seeds = Seeds(training.seed)
         self.tokens, self.seconds = 0, 0.0  # both since the last begin
+        self._start(base, rank, dtype)
+
+    @abstractmethod
+    def _start(self, base: str, rank: int, dtype: "torch.dtype") -> None:
+        """Start the engine, which ``rollout.interface.StartEngine`` describes."""
 
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Profiler = None

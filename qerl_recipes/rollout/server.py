@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 
 import openai
 import torch
-from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import sampling_parameters
-from qerl_recipes.rollout.interface import Profiler, Snapshot
+from qerl_recipes.rollout.interface import Profiler
 from qerl_recipes.rollout.sampling import Completion, Follow, Request, SeededRollouts
 from qerl_recipes.rollout.server_link import NO_NOISE, AnotherPolicyError, Noise, Pushed, ServerLink, ServerRefusedError
 from qerl_vllm_plugin.client import VERSION_HEADER
@@ -42,22 +40,13 @@ class ServerRollouts(SeededRollouts):
     ServerRefusedError if the server refuses a prompt, and ServerLostError if the server stays silent.
     """
 
-    def __init__(
-        self,
-        base: str,
-        training: GRPOConfig,
-        *,
-        rank: int,
-        dtype: torch.dtype,
-        snapshot: Callable[[], Snapshot],
-        accelerator: Accelerator | PartialState,
-    ) -> None:
+    def _start(self, base: str, rank: int, dtype: torch.dtype) -> None:
         """Raise ServerLostError if there is no server, and ServerRefusedError if it does not fit the recipe."""
-        super().__init__(training, snapshot, accelerator)
         self.version = 0
         self._noise = NO_NOISE
         self._pushed: Pushed | None = None
-        engine_dtype, processes = str(dtype).removeprefix("torch."), accelerator.num_processes
+        training, engine_dtype = self._training, str(dtype).removeprefix("torch.")
+        processes = self._accelerator.num_processes
         link = self._link = ServerLink(base, training, rank=rank, dtype=engine_dtype, processes=processes)
         self.longest = min(training.vllm_max_model_length or link.tokens, link.tokens)
         self._client = CompletionsClient(
