@@ -8,8 +8,7 @@ Two arms are what one would run instead. ``trl_stock`` is TRL's own trainer (``t
 is FP8 and made anew of the merged weights before each rollout, and the trainer is that of bf16, with truncated
 importance weights (``train_arm.FP8Rollouts``).
 
-With ``--config`` the recipe is the one that ``qerl train`` takes, with its own batches, noise, memory and optimizer.
-Only checkpoint, data, reward and output are the benchmark's.
+With ``--config`` the recipe is one of ``qerl train``: only checkpoint, data, reward and output are the benchmark's.
 """
 
 import errno
@@ -40,7 +39,6 @@ TRL, FP8 = "trl_stock", "fp8_rollout"
 ARMS = (*OWN_ARMS, TRL, FP8)
 NAME = "bench"  # of the data set and of the reward
 FP8_ENGINE = "bench_fp8"  # of arm fp8_rollout
-LEARNING_RATE = 1e-5
 # FlashRL's importance weights of tokens (https://github.com/yaof20/Flash-RL)
 TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 SHOWN_TRL_KEYS = ("vllm_enable_sleep_mode", "gradient_checkpointing", "use_liger_kernel")
@@ -65,6 +63,7 @@ REPLACED |= {
 LEAST = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
 PARTS = ("rollout", "scoring", "training", "swap", "sleep", "rest")  # of a step
 PEAKS = ("allocated", "reserved", "process")
+Flags = tuple[tuple[str, str], ...]  # of ``qerl train``: keys with their values
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,11 @@ class Workload:
     steps: int
     rank: int
     seed: int
-    overrides: tuple[tuple[str, str], ...] = ()
+    overrides: Flags = ()
     recipe_file: str = ""
 
     @staticmethod
-    def of(
-        recipe_file: Path, prompt: int, steps: int, overrides: tuple[tuple[str, str], ...]
-    ) -> "tuple[Workload, str]":
+    def of(recipe_file: Path, prompt: int, steps: int, overrides: Flags) -> "tuple[Workload, str]":
         """Return the steps of a recipe, and the arm that it is; raise ValueError for one that cannot be timed."""
         script, training, model = parse(["--config", str(recipe_file), *flags(dict(overrides))])
         if (served := steps_per_rollout(training)) > 1:
@@ -127,8 +124,7 @@ class Workload:
         """Return the model's config.json. Raises ValueError for an unknown shape."""
         if not self.recipe_file:
             return config_json(self.shape)
-        known = base_model.known_config(self.shape)
-        if known is None:
+        if (known := base_model.known_config(self.shape)) is None:
             raise ValueError(
                 f"{self.recipe_file}: the sizes of {self.shape} are not known here; name a folder with them"
             )
@@ -172,7 +168,7 @@ class Workload:
         recipe: dict[str, Any] = {
             **(TRUNCATED if arm == FP8 else {}),
             "quantization": arm if arm in OWN_ARMS else "bf16",
-            "learning_rate": LEARNING_RATE,
+            "learning_rate": 1e-5,
             "lora_r": self.rank,
             "lora_alpha": 2 * self.rank,
             "lora_target_modules": list(ATTENTION) if self.shape in MIXTURES else "all-linear",
@@ -188,13 +184,12 @@ class Workload:
             "gradient_checkpointing": True,
             "seed": self.seed,
             **own,
+            **({} if engine_share is None else {SHARE: f"{engine_share:.4f}"}),
         }
-        if engine_share is not None:
-            recipe[SHARE] = f"{engine_share:.4f}"
         return recipe | dict(self.overrides)
 
 
-def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) -> tuple[tuple[str, str], ...]:
+def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) -> Flags:
     """Return ``--key value`` and ``--key=value`` as pairs; raise ValueError for others and for ``fixed`` keys."""
     words = list(arguments)
     pairs: list[tuple[str, str]] = []
@@ -226,8 +221,7 @@ def run(
     work.check()
     gpu = installed_gpu()
     _check(arms, memory, gpu, work)
-    with ExitStack() as stack:
-        stack.enter_context(ended_cleanly())
+    with ended_cleanly(), ExitStack() as stack:
         if scratch is not None:
             scratch.mkdir(parents=True, exist_ok=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch)))
@@ -308,10 +302,8 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
     smaller = f", {room / GB:.1f} GB of them not taken by an FP8 engine" if room else ""
     planned, choice = plan.at_full_length - room, f", {plan.choice()}" if plan.choice() else ""
     print(f"{arm}: planned {gigabytes(planned)}, for any lengths {plan.line()}{smaller}{choice}", flush=True)
-    chosen = {"recompute_layers": plan.checkpointed, "pack_tokens": plan.pack_tokens}
-    if not settings[1].gradient_checkpointing:
-        del chosen["recompute_layers"]
-    recipe = {**work.recipe(arm, cuda=True, engine_share=share), **chosen}
+    recomputed = {"recompute_layers": plan.checkpointed} if settings[1].gradient_checkpointing else {}
+    recipe = {**work.recipe(arm, cuda=True, engine_share=share), **recomputed, "pack_tokens": plan.pack_tokens}
     return {"recipe": recipe, "planned_bytes": planned}
 
 

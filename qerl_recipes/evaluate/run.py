@@ -305,18 +305,12 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
     for warning in [*too_many_cut(result), *unscored(result)]:
         warnings.warn(warning, stacklevel=4)
     if not evaluation.quiet:
-        _print(result, output)
+        console, seen = Console(), "is what the adapter was trained on, whole or in part: these are no unseen problems"
+        console.print(table(result))
+        said = [f"{task} {seen}" for task in result["of_training"]]
+        for line in [*said, f"wrote {output / RESULT} and {ANSWERS} beside it"]:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     return result
-
-
-def _print(result: Mapping[str, Any], output: Path) -> None:
-    Console().print(table(result))
-    seen = "is what the adapter was trained on, whole or in part: these are no unseen problems"
-    for line in [
-        *(f"{task} {seen}" for task in result["of_training"]),
-        f"wrote {output / RESULT} and {ANSWERS} beside it",
-    ]:
-        Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(result: Mapping[str, Any]) -> Table:
@@ -371,14 +365,12 @@ def start(engine: EngineSettings) -> "LLM":
 
     if engine.quantization == "nf4" and not current_platform.is_cuda():
         raise ValueError("quantization=nf4 (bitsandbytes) needs a CUDA GPU; on this machine use qerl_nvfp4 or bf16")
+    as_named = ("dtype", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes")
     with start_in_this_process():
         return LLM(
             model=str(engine.folder),
-            dtype=engine.dtype,
             max_model_len=engine.max_model_length,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-            kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+            **{name: getattr(engine, name) for name in as_named},
             disable_log_stats=True,
             seed=0,
             **({} if current_platform.is_cuda() else engine_on_cpu(str(engine.folder))),

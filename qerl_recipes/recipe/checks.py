@@ -38,18 +38,11 @@ ENGINE_KEYS = {
     "vllm_kv_cache_memory_bytes": "--kv-cache-memory-bytes of the server",
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works",
 }
+SUFFIX_DECODING = ("max_tree_depth", "max_spec_factor", "min_token_prob", "max_cached_requests")
 # vLLM's ways to draft without a second model -> the fields that each needs, and the others that it has
 DRAFTS = {
     **dict.fromkeys(("ngram", "ngram_gpu"), (("num_speculative_tokens", "prompt_lookup_max"), ("prompt_lookup_min",))),
-    "suffix": (
-        ("num_speculative_tokens",),
-        (
-            "suffix_decoding_max_tree_depth",
-            "suffix_decoding_max_spec_factor",
-            "suffix_decoding_min_token_prob",
-            "suffix_decoding_max_cached_requests",
-        ),
-    ),
+    "suffix": (("num_speculative_tokens",), tuple(f"suffix_decoding_{name}" for name in SUFFIX_DECODING)),
 }
 CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # they clip at 1 - epsilon and at 1 + epsilon_high
 # keys -> the key and, unless any but 0, false and none will do, its values, without which they do nothing
