@@ -163,10 +163,9 @@ def serving(
     rank: int,
     log: Path,
     *,
-    line: Callable[[str, Sequence[str]], list[str]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[tuple["ServerProcess", str]]:
-    """Start a server of ``model`` with a resident adapter, by ``serve.command`` or ``line``; yield it and its token."""
+    """Start a server of ``model`` with a resident adapter, and yield it with its token."""
     from qerl_recipes.machine.serve import command, started
     from qerl_recipes.rollout.arms import engine_options
 
@@ -174,7 +173,7 @@ def serving(
     additional = json.dumps(engine_options("qerl_nvfp4", rank, {})["additional_config"])
     own = ["--host", "127.0.0.1", "--port", str(port), "--additional-config", additional]
     variables = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token, **(environment or {})}
-    with started((line or command)(model, [*own, *options]), port, log, variables) as server:
+    with started(command(model, [*own, *options]), port, log, variables) as server:
         yield server, token
 
 

@@ -22,6 +22,7 @@ from soak_load import SILENT, Answer, Change, Observed, Received, ask
 from soak_replay import Verdict, difference, judge, named
 
 from qerl_recipes.bench.arms import serving
+from qerl_recipes.machine import serve
 from qerl_recipes.machine.serve import command
 from qerl_vllm_plugin.wire import shared_file
 
@@ -246,13 +247,14 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_path):
+def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_path, monkeypatch):
     script = tmp_path / "server.py"
     script.write_text(WITHOUT_RESET)
-    line = command if is_sound else lambda *given: [sys.executable, str(script), *command(*given)[3:]]
+    if not is_sound:
+        monkeypatch.setattr(serve, "command", lambda *given: [sys.executable, str(script), *command(*given)[3:]])
     folder = soak.write_model("tiny", 0, tmp_path / "model")
     options = soak.server_options(16)
-    with serving(folder, options, soak.RANK, Path(tmp_path, "log"), line=line) as (server, token):
+    with serving(folder, options, soak.RANK, Path(tmp_path, "log")) as (server, token):
         observed, rates, memory = soak.measure(server, token, folder, 16, 12, 0)
     assert len(observed.changes) > 5 and observed.cancelled > 0
     assert rates["with swaps"] > 0  # on a busy machine no answer may end in the 2 s before the swaps
