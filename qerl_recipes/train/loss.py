@@ -243,14 +243,8 @@ def importance_weights(
     if mode in SEQUENCE_MODES:
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = difference.exp()
-    if mode not in MASK_MODES:
-        return ratio if smallest is None and largest is None else ratio.clamp(smallest, largest)
-    outside = torch.zeros_like(ratio, dtype=torch.bool)
-    if smallest is not None:
-        outside |= ratio < smallest
-    if largest is not None:
-        outside |= ratio > largest
-    return ratio.masked_fill(outside, 0.0)
+    low, high = -torch.inf if smallest is None else smallest, torch.inf if largest is None else largest
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0) if mode in MASK_MODES else ratio.clamp(low, high)
 
 
 def weigh(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> tuple[torch.Tensor, Measured]:
