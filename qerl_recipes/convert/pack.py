@@ -13,7 +13,7 @@ second pass packs and writes. FP16 and FP32 tensors of the model become BF16 fir
 the same model while it is loaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,9 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
     if reason := of_images(report.config):
         raise CheckpointError(f"{report.folder}: {reason}")
     model = _meta_model(report)
-    shapes, kept = dict(_packable(model)), tuple(_kept(model))
+    head = model.get_output_embeddings()
+    kept = tuple(name for name, module in model.named_modules() if module is head or _is_router(name, module, model))
+    shapes = dict(_packable(model, kept))
     patterns = kept_in_bf16(report.config.get("model_type"))
     gates = [name for name in shapes if any(matches(pattern, name) for pattern in patterns)]
     shapes, kept = {name: shape for name, shape in shapes.items() if name not in gates}, (*kept, *gates)
@@ -111,12 +113,11 @@ def _is_router(name: str, module: torch.nn.Module, model: torch.nn.Module) -> bo
     return is_matrix and bool(parent) and hasattr(model.get_submodule(parent), "experts")
 
 
-def _packable(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield name and shape (N, K) of every linear layer that can be packed; checkpoints use the same names."""
-    head = model.get_output_embeddings()
+def _packable(model: torch.nn.Module, kept: Collection[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield name and shape (N, K) of every linear layer but those ``kept``; checkpoints use the same names."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            if module is not head and not _is_router(name, module, model):
+            if name not in kept:
                 yield name, (module.out_features, module.in_features)
         elif name.endswith(".experts") and getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3:
             count, inner, hidden = module.gate_up_proj.shape
@@ -124,14 +125,6 @@ def _packable(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
                 yield f"{name}.{expert}.gate_proj", (inner // 2, hidden)
                 yield f"{name}.{expert}.up_proj", (inner // 2, hidden)
                 yield f"{name}.{expert}.down_proj", (hidden, inner // 2)
-
-
-def _kept(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the linear layers that stay in BF16 in every family: the output head and the routers."""
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if module is head or _is_router(name, module, model):
-            yield name
 
 
 def _check_layer(report: CheckpointReport, name: str, shape: tuple[int, int], packed: bool) -> None:

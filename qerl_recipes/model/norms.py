@@ -108,11 +108,10 @@ def set_noise(
     sigma = noise.check_sigma(sigma)
     norms = dict(named_norms(model))
     chosen = noise.targeted(norms, targets)
-    for name, norm in norms.items():
-        norm.noise = None
-        if sigma and name in chosen:
-            unit = noise.draw(seed, rollout, name, norm.weight.numel()).to(norm.weight.device)
-            norm.noise = sigma * unit
+    clear_noise(model)
+    for name in chosen if sigma else ():
+        weight = norms[name].weight
+        norms[name].noise = sigma * noise.draw(seed, rollout, name, weight.numel()).to(weight.device)
     return len(chosen)
 
 
