@@ -67,7 +67,9 @@ def rollout(
             help="Measure each configuration also with these arguments of vllm.LLM above --engine's; repeatable.",
         ),
     ] = None,
-    scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
+    scratch: Annotated[
+        Path | None, typer.Option(help="folder for the checkpoint of a mixture or of nf4, such as /dev/shm")
+    ] = None,
     output: Output = None,
 ) -> None:
     """Measure the tokens per second of a rollout on random weights of the real shapes; nothing is downloaded."""

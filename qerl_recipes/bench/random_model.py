@@ -42,7 +42,8 @@ def start(
 ) -> "LLM":
     """Start an engine with the model of ``config`` (a config.json), for prompts of token ids.
 
-    Only a mixture under qerl_nvfp4 is written, into ``scratch``, where a later call finds it, or a temporary folder.
+    vLLM needs files for two: a mixture under qerl_nvfp4, and bitsandbytes. They are written into ``scratch``, where a
+    later call finds them, or into a temporary folder.
     """
     from vllm import LLM
 
@@ -52,12 +53,13 @@ def start(
         defaults |= {**ENGINE_ON_CPU, "gpu_memory_utilization": 0.1}
     with tempfile.TemporaryDirectory() as own:
         folder = Path(own)
-        if experts(config) and options.get("quantization") == ARM:
-            folder, defaults["load_format"] = Path(scratch or own, "packed"), "auto"
+        packed = bool(experts(config)) and options.get("quantization") == ARM
+        if packed or options.get("quantization") == "bitsandbytes":
+            folder, defaults["load_format"] = Path(scratch or own, "packed" if packed else "bf16"), "auto"
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder):  # arms may start at the same time
                 if not (folder / CONFIG).is_file():
-                    write(folder, config, packed=True, seed=0, device="cuda" if torch.cuda.is_available() else "cpu")
+                    write(folder, config, packed=packed, seed=0, device="cuda" if torch.cuda.is_available() else "cpu")
                     torch.cuda.empty_cache()
         else:
             (folder / CONFIG).write_text(json.dumps(config))

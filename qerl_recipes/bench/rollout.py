@@ -64,7 +64,7 @@ def run(
     of its own: a smaller adapter in the same engine would be filled up with zeros and take as long. Each arm is
     measured with each of ``kv_cache_dtype``; "auto" is the activations' dtype. ``engine`` holds more arguments of
     ``vllm.LLM`` for every arm, except those in OURS; each of ``variants`` overrides it, and each arm is measured
-    without and with each. ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
+    without and with each. ``scratch`` is the folder for what is written, checkpoints of a mixture in NVFP4 and for NF4.
 
     An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
     ValueError for an unknown shape or arm and for what this machine cannot measure.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm.platforms import cpu
 from vllm.v1.engine.core_client import InprocClient
 
@@ -217,6 +218,18 @@ def test_an_engine_gets_its_options_beside_the_benchmarks_own(monkeypatch: pytes
     assert options["compilation_config"] == engine["compilation_config"] | {"cudagraph_capture_sizes": [1, 2]}
     assert options_of(engine={"scheduler_cls": None})["scheduler_cls"] is None  # vLLM's own scheduler
     assert "scheduler_cls" not in options_of(arm="bf16_merged")
+
+
+def test_bitsandbytes_gets_a_checkpoint_since_it_loads_nothing_else(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(model: str, load_format: str, **options: Any) -> tuple[str, dict[str, torch.Tensor]]:
+        weights = {key: value for file in Path(model).glob("*.safetensors") for key, value in load_file(file).items()}
+        return load_format, weights
+
+    monkeypatch.setattr("vllm.LLM", load)
+    sizes = {"length": 8, "sequences": 1, "scratch": tmp_path}
+    load_format, weights = random_model.start(config_json("tiny"), **sizes, quantization="bitsandbytes")
+    assert load_format == "auto" and weights["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert random_model.start(config_json("tiny"), **sizes, quantization="qerl_nvfp4") == ("dummy", {})
 
 
 def test_lengths_have_the_given_mean_and_spread() -> None:
