@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import yaml
@@ -59,9 +59,8 @@ USED_KEYS -= {"vllm_mode", *SERVER_KEYS}  # parts can be switched only in an eng
 OVERRIDES = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The size of |delta| in nats: mean, 99th percentile and maximum."""
+class Sizes(NamedTuple):
+    """Hold the size of |delta| in nats: mean, 99th percentile and maximum."""
 
     mean: float
     p99: float
@@ -323,10 +322,9 @@ def table(result: Mismatch, title: str) -> Table:
     for column in ("mean\n|delta|", "p99", "max", "it adds:\nmean", "p99", "max", "engine /\ntrainer"):
         view.add_column(column, justify="right", overflow="fold")
     for i, part in enumerate(result.parts):
-        stage, added = part.stage, part.added
-        numbers = [stage.mean, stage.p99, stage.largest, added.mean, added.p99, added.largest]
         ratio = "" if part.ratio is None else f"{part.ratio:.4f} ± {part.ratio_error:.4f}"
-        view.add_row(("+ " if i else "") + part.name, *(f"{number:.3g}" for number in numbers), ratio)
+        numbers = (f"{number:.3g}" for number in (*part.stage, *part.added))
+        view.add_row(("+ " if i else "") + part.name, *numbers, ratio)
     return view
 
 
