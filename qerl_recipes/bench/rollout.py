@@ -58,13 +58,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
-    With ``lengths`` (``bench.lengths.draw``), every number of sequences is also measured with completions of unequal
-    lengths, the same in all arms. ``interleave`` starts the engines of all
-    arms at once, if they fit on the GPU together. Each arm with an adapter is measured with each ``rank``, on an engine
-    of its own: a smaller adapter in the same engine would be filled up with zeros and take as long. Each arm is
-    measured with each of ``kv_cache_dtype``; "auto" is the activations' dtype. ``engine`` holds more arguments of
-    ``vllm.LLM`` for every arm, except those in OURS; each of ``variants`` overrides it, and each arm is measured
-    without and with each. ``scratch`` is the folder for what is written, checkpoints of a mixture in NVFP4 and for NF4.
+    The command's help says what the options are. Completions of unequal ``lengths`` (``bench.lengths.draw``) are the
+    same in all arms. Each ``rank`` takes an engine of its own: a smaller adapter in the same engine would be filled up
+    with zeros and take as long. ``engine`` and ``variants`` may hold no argument of OURS.
 
     An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
     ValueError for an unknown shape or arm and for what this machine cannot measure.
