@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import httpx
 
 from qerl_recipes.files.run_state import what_is_kept
-from qerl_recipes.recipe.checks import DRAFTS, not_for_drafts
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.recipe.drafts import DRAFTS, not_for_drafts
 from qerl_recipes.recipe.server_keys import API_KEY
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_vllm_plugin.adapter.folder import base_hash
