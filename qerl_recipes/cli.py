@@ -379,7 +379,9 @@ def main() -> None:
     except (ValueError, OSError, MemoryError) as error:  # the project raises these for bad input, or for too much
         if os.environ.get("QERL_TRACEBACK"):
             raise
-        print(f"qerl: {error}\n(QERL_TRACEBACK=1 shows the traceback)", file=sys.stderr)
+        # a progress bar that is still there would begin the line
+        say = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
+        say(f"qerl: {error}\n(QERL_TRACEBACK=1 shows the traceback)", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tqdm import tqdm
 from typer.testing import CliRunner
 from waiting import PATIENCE, until
 
 import qerl_recipes.evaluate
+from qerl_recipes import cli
 from qerl_recipes.cli import app
 from qerl_recipes.files.whole_folder import locked, write_text
 from qerl_recipes.study import inventory, runner
@@ -433,3 +435,20 @@ def test_a_killed_study_ends_as_one_that_was_not(tmp_path):
         found["rows"].append(kept.values.tolist())
         assert (kept.metric == "accuracy").sum() == 2
     assert found["rows"][0] == found["rows"][1]
+
+
+def test_a_refusal_beside_a_progress_bar_is_the_reason(monkeypatch, capsys, tmp_path):
+    bars = []
+
+    def train():
+        bars.append(tqdm(total=2))
+        bars[0].update()
+        raise ValueError("the learning rate is too high")
+
+    monkeypatch.setattr(cli, "app", train)
+    monkeypatch.setattr(cli, "prepare", lambda: None)
+    with pytest.raises(SystemExit):
+        cli.main()
+    bars[0].close()
+    (tmp_path / "log.txt").write_text(f"$ qerl train\n{capsys.readouterr().err}")
+    assert runner._reason(tmp_path / "log.txt") == "qerl: the learning rate is too high"
