@@ -139,13 +139,17 @@ def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, t
 
 
 def _means(rows: pd.DataFrame, metric: str, steps: str) -> pd.DataFrame:
-    """Return the mean over the steps of each run; raise StudyError if the runs end between the first and the last."""
+    """Return the mean over the steps of each run; raise StudyError if a run ends between the first and the last."""
     if not (ends := re.fullmatch(r"(\d+)-(\d+)", steps)) or int(ends[1]) > int(ends[2]):
         raise StudyError(f"--steps {steps}: it is FIRST-LAST, such as 7-12")
     first, last = map(int, ends.groups())
     rows = rows[rows.metric == metric]
-    if first <= (end := rows.step.max()) < last:
-        raise StudyError(f"--steps {first}-{last}: the last step with {metric} is {end}; end there")
+    ends = rows.groupby(["arm", "seed"]).step.max()
+    if len(early := ends[ends.between(first, last - 1)]):
+        (arm, seed), end = early.idxmin(), early.min()
+        raise StudyError(
+            f"--steps {first}-{last}: the last step with {metric} of {arm} seed {seed} is {end}; end there"
+        )
     return rows[rows.step.between(first, last)].groupby(["arm", "seed"]).value.mean().to_frame(metric)
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,17 +61,20 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
     names = labels(study, values)["best"]
     planned = found[found.kind == PLANNED]
     if planned.empty:
-        means = {names[arm]: _accuracies(study, values, names[arm]) for arm in study.arms if arm in names}
+        means = {names[arm]: _accuracies(study, values, names[arm], study.seeds) for arm in study.arms if arm in names}
         return markdown(pd.DataFrame({"configuration": means.keys(), "accuracy, %": means.values()}))
     shown = pd.DataFrame({"a": planned.a, "b": planned.b})
     if planned.seeds.nunique() > 1:
         shown["seeds"] = planned.seeds.astype(int)
+    bound, pairs = study.afterwards.two_states, list(zip(planned.a, planned.b, strict=True))
+    seeds = [study.seeds if bound is not None else _of_both(study, values, *pair) for pair in pairs]
     for side in ("a", "b"):
-        shown[f"accuracy {side}, %"] = [_accuracies(study, values, label) for label in planned[side]]
+        of_side = zip(planned[side], seeds, strict=True)
+        shown[f"accuracy {side}, %"] = [_accuracies(study, values, *of) for of in of_side]
     if CALLS in values:
         for side in ("a", "b"):
-            shown[f"calls {side}"] = [_before_and_after(study, values, CALLS, of) for of in planned[side]]
-    bound = study.afterwards.two_states
+            of_side = zip(planned[side], seeds, strict=True)
+            shown[f"calls {side}"] = [_before_and_after(study, values, CALLS, *of) for of in of_side]
     if bound is None:
         shown["a - b, points (95 %)"] = [points(row) for row in planned.to_dict("records")]
     else:
@@ -112,13 +115,22 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _accuracies(study: Study, values: pd.DataFrame, label: str) -> str:
-    return _before_and_after(study, values, ACCURACY, label, 100) or "not evaluated"
+def _of_both(study: Study, values: pd.DataFrame, a: str, b: str) -> list[int]:
+    """Return the seeds that both arms have an accuracy of, over which their difference is taken."""
+    of_a, of_b = (of_arm(values, ACCURACY, label, study.seeds).index for label in (a, b))
+    return list(of_a.intersection(of_b))
 
 
-def _before_and_after(study: Study, values: pd.DataFrame, metric: str, label: str, scale: int = 1) -> str:
-    """Return an arm's mean of a metric before and after training; nothing without one after."""
-    before, after = (of_arm(values, name, label, study.seeds).mean() for name in (f"base_{metric}", metric))
+def _accuracies(study: Study, values: pd.DataFrame, label: str, seeds: Iterable[int]) -> str:
+    return _before_and_after(study, values, ACCURACY, label, seeds, 100) or "not evaluated"
+
+
+def _before_and_after(
+    study: Study, values: pd.DataFrame, metric: str, label: str, seeds: Iterable[int], scale: int = 1
+) -> str:
+    """Return an arm's mean of a metric before training, and after it over ``seeds``; nothing without one after."""
+    of = {f"base_{metric}": study.seeds, metric: seeds}  # the base is judged beside one seed
+    before, after = (of_arm(values, name, label, wanted).mean() for name, wanted in of.items())
     parts = [f"{scale * value:.{1 if scale > 1 else 2}f}" for value in (before, after) if pd.notna(value)]
     return "→".join(parts) if pd.notna(after) else ""
 

@@ -232,6 +232,8 @@ def test_the_page_follows_from_the_table(study, tmp_path, finish, claimed):
     write_table(rows[(rows.arm != "b@0.001") | (rows.seed != 1)], table)
     page = conduct(file, table=table).read_text()
     assert "13/14 runs" in page and ", 2 seeds, each" in page
+    write_table(rows[(rows.arm != "b@0.001") | (rows.seed != 2)], table)
+    assert "| 10.0→50.5 | +10.0" in conduct(file, table=table).read_text(), "accuracies are of the seeds compared"
     write_table(rows[rows.seed >= 100], table)
     assert "8/14 runs" in (page := conduct(file, table=table).read_text()) and "points" not in page
     for wrong in ("{c}", "{a - b}", "{claim: other}"):
@@ -251,6 +253,7 @@ def file(study, rows_table):
     for seed in (0, 1, 2):
         for step in (1, 2, 3, 4):
             rows += [("a", seed, step, "reward", 0.1 * step), ("b", seed, step, "reward", 0.1 * (step + (step > 2)))]
+            rows += [(arm, seed, step, "loss", 1.0) for arm in "ab" if (arm, seed, step) != ("b", 1, 4)]
         rows += [("a", seed, 4, "reward_area", 10.0)] + [("b", seed, 4, "reward_area", 12.0 + seed)] * (seed != 1)
         rows += [(arm, seed, 4, "completion_clipped", 0.1 * seed + (arm == "b")) for arm in "ab"]
     write_table(rows_table(rows), Path("study") / TABLE)
@@ -295,7 +298,8 @@ def test_another_metric_steps_or_table(options, text, file):
         (("c", "a", "accuracy"), "has no arm c; it has a, b"),
         (("b", "a", "entropy"), "has no metric entropy; it has accuracy, clipped_end"),
         (("b", "a", "reward", "4-3"), "it is FIRST-LAST, such as 7-12"),
-        (("b", "a", "reward", "3-5"), "--steps 3-5: the last step with reward is 4; end there"),
+        (("b", "a", "reward", "3-5"), "--steps 3-5: the last step with reward of a seed 0 is 4; end there"),
+        (("b", "a", "loss", "2-4"), "--steps 2-4: the last step with loss of b seed 1 is 3; end there"),
         (("b", "a", "accuracy", None, Path("wrong.csv.gz")), "is no run of this study"),
     ],
 )
