@@ -209,6 +209,10 @@ def test_rollouts_by_rank_stand_beside_the_articles(ledger):
     assert many == "|  | QeRL | 64 | 1 | 80 | 2.50x | 51.3 |"
     files["ranks_c_H100"]["gpu"] = "another"
     assert ledger.tables.by_rank(files).endswith("| QeRL | 64 | 1 | 80 | - | 51.3 |")
+    files["ranks_e_H200"] = file([64], bf16=40.0, qerl_nvfp4=80.0)  # measured again: both stand, each to its own BF16
+    table = ledger.tables.by_rank(files)
+    assert "(ranks_a_H200.json) | BF16 LoRA | 64 | 1 | 32 | 1 |" in table
+    assert "(ranks_e_H200.json) | BF16 LoRA | 64 | 1 | 40 | 1 |" in table and "| 80 | 2.00x |" in table
     files = {"ranks_d": file([64], **{"qerl_nvfp4_base, fp8 cache": 60.0, "stock_nvfp4_humming_slots": 50.0})}
     *_, without, slots = ledger.tables.by_rank(files).splitlines()
     assert " | QeRL, no adapter, fp8 cache | - |" in without and "| 64 |" in slots

@@ -191,17 +191,19 @@ def unequal_rollouts(files: Files) -> str:
 def by_rank(files: Files) -> str:
     """Return tokens per second by rank of the adapter beside the article's.
 
-    Speeds are relative to BF16 LoRA of the same rank on a GPU of the same kind, which may be in another file.
+    Speeds are relative to BF16 LoRA of the same rank: in the same file, else in another of a GPU of that kind.
     """
-    found: dict[tuple[str, str, str, int | None], tuple[str, dict[str, Any]]] = {}
+    found: list[tuple[str, str, str, int | None, dict[str, Any]]] = []
     for name, result in of_kind(files, "ranks"):
         for arm, of_arm in result["arms"].items():
             kind, _, rank = arm.partition(", rank ")
             key = None if re.split("[, ]", arm)[0] in ADAPTERLESS else int(rank or result["rank"][0])
-            found[result["gpu"], result["shape"], kind, key] = name, of_arm["batch"]
+            found.append((name, result["shape"], kind, key, of_arm["batch"]))
     rows = []
-    for (gpu, shape, kind, rank), (name, cases) in found.items():
-        _, bf16 = found.get((gpu, shape, "bf16", rank), ("", {}))
+    for name, shape, kind, rank, cases in found:
+        near = sorted(found, key=lambda row: row[0] != name)
+        same = (row for row in near if row[1:4] == (shape, "bf16", rank) and files[row[0]]["gpu"] == files[name]["gpu"])
+        bf16: dict[str, Any] = next(same, ("", "", "", None, {}))[-1]
         case = next(iter(cases.values()))
         published = PUBLISHED.get(shape, {}).get(kind, {}).get(rank)
         rows.append(
