@@ -96,6 +96,12 @@ def unscored(evaluation: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def noisy(evaluation: Mapping[str, Any]) -> str:
+    """Return what to add to how answers were sampled: the noise on the norms, "" without any."""
+    sigma = evaluation.get("noise_sigma")
+    return f", noise sigma {sigma:g}" if sigma else ""
+
+
 def episode_rows(policies: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return (name, one text a policy) for the figures of a task's episodes; none for another task."""
     figures = list(policies.values())

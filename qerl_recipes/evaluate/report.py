@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from qerl_recipes.evaluate import plots
 from qerl_recipes.evaluate.as_trained import command
-from qerl_recipes.evaluate.figures import MOST_CUT, episode_rows, too_many_cut, unscored
+from qerl_recipes.evaluate.figures import MOST_CUT, episode_rows, noisy, too_many_cut, unscored
 from qerl_recipes.evaluate.plots import Accuracy
 from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TENSORS, open_adapter
 from qerl_recipes.files.json_files import read_object
@@ -232,7 +232,7 @@ def _decoding(evaluation: Mapping[str, Any]) -> str | None:
     warm = sampling.get("temperature")
     decoding = f"temperature {warm}, top_p {sampling.get('top_p')}, seed {sampling.get('seed')}" if warm else "greedy"
     longest = {str(tokens) for tokens in (evaluation.get("max_new_tokens") or {}).values() if tokens}
-    return decoding + (f", at most {' or '.join(longest)} tokens" if longest else "")
+    return decoding + noisy(evaluation) + (f", at most {' or '.join(longest)} tokens" if longest else "")
 
 
 def _text(value: Any) -> str:

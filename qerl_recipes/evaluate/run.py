@@ -30,7 +30,7 @@ from qerl_recipes.evaluate.as_trained import (
     warmer_or_colder,
     without_actions,
 )
-from qerl_recipes.evaluate.figures import episode_rows, of_episodes, summarize, too_many_cut, unscored
+from qerl_recipes.evaluate.figures import episode_rows, noisy, of_episodes, summarize, too_many_cut, unscored
 from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
@@ -317,7 +317,7 @@ def table(result: Mapping[str, Any]) -> Table:
     """Return the accuracies as a table for the terminal."""
     sampling = result["sampling"]
     decoding = "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']:g}"
-    view = Table(title=f"accuracy, 95 % interval ({result['quantization']}, {decoding})")
+    view = Table(title=f"accuracy, 95 % interval ({result['quantization']}, {decoding}{noisy(result)})")
     view.add_column("task")
     labels = list(next(iter(result["tasks"].values())))
     for column in (*labels, "problems", "longest answer", "ended"):

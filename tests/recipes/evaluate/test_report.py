@@ -11,6 +11,7 @@ import pytest
 
 from qerl_recipes.evaluate import report
 from qerl_recipes.evaluate.figures import too_many_cut
+from qerl_recipes.evaluate.run import table
 from qerl_recipes.files.adapter import open_adapter
 
 STEPS = [
@@ -164,3 +165,11 @@ def test_what_was_judged_otherwise_than_trained_is_named(tmp_path: Path) -> None
     unlike = ["weights bf16, there qerl_nvfp4", "no chat template"]
     text = text_of(tmp_path, evaluation={**BASE, "not_as_in_training": unlike})
     assert f"{heading}: weights bf16, there qerl_nvfp4; no chat template. From evaluation.json" in text
+
+
+def test_figures_under_noise_say_so(tmp_path: Path) -> None:
+    how = {"sampling": {"temperature": 0.0}, "quantization": "bf16", "max_new_tokens": {"gsm8k": 56}}
+    evaluation = {**BASE, **how, "noise_sigma": 0.05}
+    assert "greedy, noise sigma 0.05, at most 56 tokens" in text_of(tmp_path, evaluation=evaluation)
+    assert table(evaluation).title == "accuracy, 95 % interval (bf16, greedy, noise sigma 0.05)"
+    assert table({**evaluation, "noise_sigma": 0.0}).title == "accuracy, 95 % interval (bf16, greedy)"
