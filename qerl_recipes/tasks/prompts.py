@@ -2,6 +2,7 @@
 
 import json
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,8 @@ def load(
     the rollout will see them, are left out. Raises ConfigError for messages or a ``system_prompt`` without a chat
     template, and for a template that leaves out the problem.
     """
+    if tokenizer.chat_template is None and options:
+        warnings.warn(f"chat_template_kwargs: {options} has no effect without a chat template; remove it", stacklevel=2)
     conversations = map_splits(rows, lambda data: _conversational(data, script, tokenizer, options))
     return map_splits(conversations, lambda data: _fitting(data, script, tokenizer, options, interaction))
 

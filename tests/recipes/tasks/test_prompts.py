@@ -136,6 +136,14 @@ def test_a_template_that_leaves_the_problem_out_is_refused(template, message, js
         assert len(load(template, {"short": True}, dataset_name=path)) == 1
 
 
+def test_options_of_a_chat_template_that_is_not_there_are_named(jsonl, recwarn):
+    path = jsonl("1+1=")
+    load(CHATML, {"enable_thinking": False}, dataset_name=path)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"chat_template_kwargs: \{'enable_thinking': False\} has no effect without"):
+        load(None, {"enable_thinking": False}, dataset_name=path)
+
+
 def test_a_system_prompt_without_a_chat_template_is_refused(jsonl):
     with pytest.raises(ConfigError, match="system_prompt needs a chat template"):
         load(dataset_name=jsonl("p"), system_prompt="S")
