@@ -292,6 +292,24 @@ def test_a_run_may_change_its_server_and_records_no_address():
     assert list(changes(before, recorded(*demo(*SERVER, "--temperature", "0.5")))) == ["temperature was 1.0 and is 0.5"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "is_bound"),
+    [
+        *(("loss_type", "bnpo", True), ("entropy_coef", "0.1", True), ("top_entropy_quantile", "0.5", True)),
+        *(("use_adaptive_entropy", "true", True), ("loss_type", "grpo", False), ("loss_type", "dapo", False)),
+    ],
+)
+def test_a_run_keeps_its_micro_batches_where_the_loss_is_a_mean_over_one(key, value, is_bound):
+    key, sizes = f"--{key}", (("8", "1"), ("4", "2"))
+    before, now = (
+        recorded(*demo(key, value, "--per_device_train_batch_size", rows, "--gradient_accumulation_steps", steps))
+        for rows, steps in sizes
+    )
+    said = [line for line in changes(before, now) if line.startswith("per_device")]
+    assert not list(changes(before, before)) and len(said) == is_bound
+    assert not is_bound or "per_device_train_batch_size was 8 and is 4, with which " + key[2:] in said[0]
+
+
 def test_a_trainer_beside_a_server_has_its_own_weights(recwarn):
     assert not shared.is_wanted(demo(*SERVER)[1])
     assert not [warning for warning in recwarn if "own copy" in str(warning.message)]
