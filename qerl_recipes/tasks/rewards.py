@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.recipe.configs import ScriptArguments
@@ -224,6 +225,14 @@ def _plain(reward: Callable[..., list[float]], name: str | None = None) -> Rewar
     return lambda script: accept_messages
 
 
+# first letters of keys -> the built-in reward that alone reads them
+READ_BY = {
+    "cosine_": "cosine",
+    "repetition_": "repetition_penalty",
+    "max_completion_len": "soft_overlong_punishment",
+    "soft_punish_cache": "soft_overlong_punishment",
+    "code_language": "code_format",
+}
 FACTORIES: dict[str, RewardFactory] = {
     "accuracy": lambda script: accuracy,
     "length": lambda script: length,
@@ -257,6 +266,22 @@ def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFa
     if not callable(reward):
         raise ConfigError(f"reward_funcs: {name} is not a function but {reward!r}")
     return reward
+
+
+def without_effect(script: ScriptArguments) -> list[str]:
+    """Return a line for each key that is set for a built-in reward that is not used; rewards of a plugin may read it.
+
+    ``READ_BY`` has what begins the names of the keys.
+    """
+    if any(name not in FACTORIES for name in script.reward_funcs):
+        return []
+    defaults = {key.name: key.default for key in fields(script)}
+    return [
+        f"{key}: {getattr(script, key)} has no effect without the reward {reward}; add it, or remove the key"
+        for start, reward in READ_BY.items()
+        for key in defaults
+        if key.startswith(start) and reward not in script.reward_funcs and getattr(script, key) != defaults[key]
+    ]
 
 
 def required_columns(reward: Reward) -> set[str]:

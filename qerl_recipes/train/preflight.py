@@ -114,7 +114,7 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     rows = _read_rows(script, training, functions, interaction, problems)
     if problems or rows is None:
         raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in problems))
-    for line in checks.without_effect(training):
+    for line in (*checks.without_effect(training), *rewards.without_effect(script)):
         warnings.warn(line, stacklevel=2)
     folder = str(model.model_name_or_path)
     if training.push_to_hub and Path(folder).is_dir() and base_model.hub_name(folder) == folder:

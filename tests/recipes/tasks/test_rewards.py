@@ -11,7 +11,7 @@ from qerl_recipes.tasks import answers
 from qerl_recipes.tasks.answers import answer_in
 from qerl_recipes.tasks.prompts import read
 from qerl_recipes.tasks.reasoning_gym import load
-from qerl_recipes.tasks.rewards import FACTORIES, answer_problems, required_columns, resolve
+from qerl_recipes.tasks.rewards import FACTORIES, answer_problems, required_columns, resolve, without_effect
 
 WELL_FORMED = "<think>\nwork\n</think>\n<answer>\n4\n</answer>"
 
@@ -294,6 +294,21 @@ def test_the_least_settings_that_make_sense_are_taken():
     punishment = reward("soft_overlong_punishment", max_completion_len=10, soft_punish_cache=1)
     assert punishment(completions=[""] * 3, completion_ids=[[0] * n for n in (9, 10, 11)]) == [0.0, -1.0, -1.0]
     assert reward("cosine", cosine_max_len=1)(completions=[r"\boxed{2}"], solution=["2"]) == [pytest.approx(0.5)]
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "said"),
+    [
+        (["length"], {"cosine_max_len": 500}, ["cosine_max_len: 500 has no effect without the reward cosine; add it"]),
+        (["cosine", "length"], {"cosine_max_len": 500}, []),
+        (["cosine"], {"repetition_n_grams": 2, "code_language": "c"}, ["repetition_n_grams: 2", "code_language: c"]),
+        (["my_package.reward"], {"cosine_max_len": 500}, []),  # what a reward of one's own reads is not known
+        ([], {}, []),
+    ],
+)
+def test_keys_without_their_reward_are_named(names, settings, said):
+    lines = without_effect(ScriptArguments(reward_funcs=names, **settings))
+    assert len(lines) == len(said) and all(line.startswith(start) for line, start in zip(lines, said, strict=True))
 
 
 def test_a_dotted_path_names_a_function_of_one_s_own(tmp_path, monkeypatch):
