@@ -17,6 +17,8 @@ from qerl_recipes.study.results import ACCURACY, by_arm, compared, final, of_arm
 from qerl_recipes.study.runner import RunsFailedError, run
 from qerl_recipes.study.statistics import compare as paired
 
+STOPPED = "stopped before the end; the same command goes on"
+
 
 def print_plan(file: Path) -> None:
     """Check the arms and evaluations of a study, run nothing, and print its plan."""
@@ -49,9 +51,11 @@ def conduct(
         folder = folder or Path("runs/studies") / file.stem
         try:
             if not run(study, folder, jobs=jobs, minutes=minutes, table=finished):
-                print("stopped before the end; the same command goes on", file=sys.stderr)
+                print(STOPPED, file=sys.stderr)
         except RunsFailedError as error:
             failure = error  # the page is of the runs that have not
+            if error.is_stopped:
+                print(STOPPED, file=sys.stderr)
         try:
             rows = collect(study, folder)
         except StudyError as error:

@@ -46,7 +46,11 @@ MOST = 5  # failed runs whose reasons are given at the end
 
 
 class RunsFailedError(StudyError):
-    """Report the runs of a study that have failed; the others are there."""
+    """Report the runs of a study that have failed; the others are there, unless it ``is_stopped``."""
+
+    def __init__(self, message: str, *, is_stopped: bool = False) -> None:
+        super().__init__(message)
+        self.is_stopped = is_stopped
 
 
 def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None) -> bool:
@@ -85,7 +89,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
             failed = finish_all(study, folder, jobs, machine)
     if failed:
         more = [f"and {len(failed) - MOST} more, whose reasons stand above"] if len(failed) > MOST else []
-        raise RunsFailedError("; ".join([*failed[:MOST], *more]))
+        raise RunsFailedError("; ".join([*failed[:MOST], *more]), is_stopped=machine.stopping.is_set())
     return not machine.stopping.is_set()
 
 

@@ -395,6 +395,17 @@ def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
     assert said.exit_code == 0 and "stopped before the end; the same command goes on" in said.output
 
 
+def test_a_stopped_study_says_so_beside_a_failed_run(study, calls, tmp_path):
+    def train(name, log, machine):
+        log.write_text("$ qerl train\nqerl: it holds NaN\n")
+        return 2 if name == "a/seed-0" else machine.stopping.wait(30) and -15
+
+    calls(train)
+    conduct_it = ["study", str(study(sweep=None)), "--output", str(tmp_path / "out"), "--minutes", "0.05"]
+    said = CliRunner().invoke(app, conduct_it)
+    assert said.exit_code != 0 and "stopped before the end; the same command goes on" in said.output
+
+
 def test_two_studies_never_work_in_one_folder(study, claimed, tmp_path):
     plan = read(study(sweep=None, seeds=[0]))
     with locked(claimed(plan, tmp_path / "out")), pytest.raises(StudyError, match="another `qerl study` is at work in"):
