@@ -5,12 +5,13 @@
 
 import functools
 import hashlib
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from vllm import LLM
@@ -32,6 +33,7 @@ from qerl_vllm_plugin.worker.methods import add_worker_methods
 from qerl_vllm_plugin.worker.policy import NO_CARRIER
 
 logger = init_logger("vllm.qerl")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 EVERYWHERE = ("version", "hash", "sigma", "seed", "rollout", "targets")  # what all ranks say alike
@@ -79,6 +81,17 @@ class PolicyState:
     adapter: str | None = None
 
 
+def _alone(method: Callable[Concatenate["Policy", P], T]) -> Callable[Concatenate["Policy", P], T]:
+    """Let a method of a policy wait until other threads have left such methods."""
+
+    @functools.wraps(method)
+    def call(self: "Policy", *args: P.args, **keywords: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **keywords)
+
+    return call
+
+
 class Policy:
     """The policy of one engine: one adapter, trained norms and noise, all engine-wide.
 
@@ -93,7 +106,8 @@ class Policy:
     With neither, only the noise can be set.
 
     Every change needs an engine without running requests, and empties its prefix cache first. Nothing can run until
-    the change is made, so keys and values that another policy computed are never read again.
+    the change is made, so keys and values that another policy computed are never read again. Several threads may call
+    this class, and each then waits for the others; ``generate`` itself vLLM leaves to one thread, between changes.
 
     ``parts`` holds the host's seconds of the last change, for benchmarks:
 
@@ -113,7 +127,7 @@ class Policy:
         Raises ValueError if the engine's KV connector keeps keys and values that cannot be emptied, or if it cannot use
         that transport.
         """
-        self._llm = llm
+        self._llm, self._lock = llm, threading.RLock()
         self._sender = Sender(
             transport,
             is_here=engine.model_in_this_process(llm) is not None,
@@ -141,6 +155,7 @@ class Policy:
             raise KVCacheError(RELEASED)
         return self._request
 
+    @_alone
     def swap(
         self,
         tensors: Mapping[str, torch.Tensor] | None,
@@ -215,6 +230,7 @@ class Policy:
         saved = adapter_folder.read(folder)
         return self.swap(saved.tensors, saved.config, norms=saved.norms)
 
+    @_alone
     def set_noise(
         self, sigma: float, *, seed: int, rollout: int, targets: Sequence[str] = noise.DEFAULT_TARGETS
     ) -> NoiseReport:
@@ -235,7 +251,7 @@ class Policy:
             warnings.warn(
                 f"the norms of this engine are not fp32: rounding swallowed {report.swallowed:.1%} of the noise "
                 f"(sigma {sigma:g}). Serve with quantization='qerl_nvfp4' to keep all of it",
-                stacklevel=2,
+                stacklevel=3,
             )
         return report
 
@@ -243,6 +259,7 @@ class Policy:
         """Restore the norms without noise, bit for bit."""
         self.set_noise(0.0, seed=0, rollout=0, targets=())
 
+    @_alone
     def release_kv_cache(self) -> int:
         """Release the GPU memory of the KV cache and return its size in bytes.
 
@@ -261,6 +278,7 @@ class Policy:
         self._is_released = True
         return released
 
+    @_alone
     def resume_kv_cache(self) -> None:
         """Allocate the released memory of the KV cache again, filled with zeros.
 
@@ -274,10 +292,12 @@ class Policy:
         self._is_released = False
         self._check_empty(self._emptied())
 
+    @_alone
     def check_unchanged(self) -> None:
         """Raise KVCacheError, naming the first, if a weight, adapter tensor or norm has changed since the release."""
         self._call("qerl_check_unchanged", refusal=KVCacheError)
 
+    @_alone
     def state(self, *, digest: bool = False) -> PolicyState:
         """Return what the engine serves now. Raises RuntimeError if the ranks differ."""
         ranks = self._call("qerl_state", digest)
