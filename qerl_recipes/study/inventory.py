@@ -278,8 +278,9 @@ def _model(study: Study, run: Run) -> str:
 
 
 def keep(study: Study, table: Path, folder: Path) -> None:
-    """Count from now on the runs that ``table`` has as finished in ``folder``, and no others of an earlier table.
+    """Count from now on the runs that ``table`` has as finished in ``folder``.
 
+    Runs that only an earlier table has still count; of a run in both, this table's rows do.
     Raises StudyError, before anything is kept, for a file that is no table, and for a run that is not of this study,
     was made by other keys, lacks an evaluation, or does not say by which keys and on which base it was trained.
     """
@@ -296,7 +297,8 @@ def keep(study: Study, table: Path, folder: Path) -> None:
                     f"{table}: {possible[key].folder} has no {what}; leave --finished out, so that it is run"
                 )
     _refuse_bases_of(study, runs, table)
-    write_table(rows, folder / KEPT)
+    earlier = [of_run for run, of_run in kept(folder).items() if run not in runs]
+    write_table(pd.concat([*earlier, rows]), folder / KEPT)
 
 
 def kept(folder: Path) -> Mapping[tuple[str, int], pd.DataFrame]:

@@ -184,6 +184,22 @@ def test_the_runs_of_a_table_are_not_made_again(published, trained, finish, tmp_
     conduct(Path("study.yaml"), tmp_path / "second", finished=table)
 
 
+def test_tables_of_other_runs_are_joined(published, tmp_path):
+    plan, file, _ = published
+    rows, out = inventory.read_table(file), tmp_path / "out"
+    runs = [of_run for _, of_run in rows.groupby(["arm", "seed"])]
+    for number, of_run in enumerate(runs):
+        inventory.write_table(of_run, tmp_path / str(number) / inventory.TABLE)
+        inventory.keep(plan, tmp_path / str(number) / inventory.TABLE, out)
+    assert len(runs) > 1 and (out / inventory.KEPT).read_bytes() == file.read_bytes()
+    inventory.write_table(better := runs[0].assign(value=runs[0].value + 1), file)
+    inventory.keep(plan, file, out)  # of a run in both, the later table's value counts
+    joined = inventory.kept(out)
+    assert (
+        len(joined) == len(runs) and joined[tuple(runs[0][["arm", "seed"]].iloc[0])].value.sum() == better.value.sum()
+    )
+
+
 CHANGES = {
     "c@0.001/seed-0 is no run of this study": lambda rows: rows.assign(arm="c@0.001", seed=0),
     "seed-77 is no run of this study": lambda rows: rows.assign(seed=77),
