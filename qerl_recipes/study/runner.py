@@ -39,6 +39,7 @@ from qerl_vllm_plugin.wire.address import hidden
 CLI, LOG = "qerl_recipes.cli", "log.txt"
 MARK, RECIPE = "study.json", "recipe_keys"  # of a study's folder, and in it the keys of its recipe
 REFUSED, HINT = "qerl: ", "(QERL_TRACEBACK"  # begin a command's refusal, and the line after it
+CURSOR_UP = "\x1b[A"  # what tqdm writes behind one progress bar below another
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
 EVALUATE = 4  # one in so many jobs evaluates, while there is something to train
@@ -370,7 +371,8 @@ def _failure(one: Run, folder: Path, code: int | None, machine: Machine) -> list
 
 def _reason(log: Path) -> str:
     """Return why the last command in a log has failed: its refusal, or else its last line."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    text = log.read_text(encoding="utf-8", errors="replace").replace(CURSOR_UP, "")
+    lines = [line for line in text.splitlines() if line.strip()]
     begins = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
     output = lines[begins + 1 :]
     refusals = [i for i, line in enumerate(output) if line.startswith(REFUSED)]

@@ -452,14 +452,15 @@ def test_a_refusal_beside_a_progress_bar_is_the_reason(monkeypatch, capsys, tmp_
     bars = []
 
     def train():
-        bars.append(tqdm(total=2))
-        bars[0].update()
+        bars.extend([tqdm(total=2), tqdm(total=3)])  # the second below the first, which moves the cursor
+        bars[1].update()
         raise ValueError("the learning rate is too high")
 
     monkeypatch.setattr(cli, "app", train)
     monkeypatch.setattr(cli, "prepare", lambda: None)
     with pytest.raises(SystemExit):
         cli.main()
-    bars[0].close()
+    for bar in bars:
+        bar.close()
     (tmp_path / "log.txt").write_text(f"$ qerl train\n{capsys.readouterr().err}")
     assert runner._reason(tmp_path / "log.txt") == "qerl: the learning rate is too high"
