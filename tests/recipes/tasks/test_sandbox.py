@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -154,8 +155,10 @@ def outcomes(make_folder):
 
     with server, ThreadPoolExecutor(6) as pool:
         found = dict(zip(CASES, pool.map(outcome, CASES), strict=True))
-    lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
-    left = [line for line in lines if str(place).encode() in line or str(ALARM).encode() in line]
+    left, end = [b""], time.monotonic() + 10
+    while left and time.monotonic() < end:  # what was killed takes a moment to be gone on a busy machine
+        lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+        left = [line for line in lines if str(place).encode() in line or str(ALARM).encode() in line]
     return found, left + list((place / "scratch").iterdir()), place
 
 
