@@ -157,7 +157,10 @@ def outcomes(make_folder):
         found = dict(zip(CASES, pool.map(outcome, CASES), strict=True))
     left, end = [b""], time.monotonic() + 10
     while left and time.monotonic() < end:  # what was killed takes a moment to be gone on a busy machine
-        lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+        lines = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                lines.append(file.read_bytes())
         left = [line for line in lines if str(place).encode() in line or str(ALARM).encode() in line]
     return found, left + list((place / "scratch").iterdir()), place
 
