@@ -24,7 +24,7 @@ from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.files.whole_folder import locked
 from qerl_recipes.machine.environment import runs_on_cuda
 from qerl_recipes.model.shared import ARM
-from qerl_recipes.rollout.arms import ENGINE_ON_CPU
+from qerl_recipes.rollout.arms import ENGINE_ON_CPU, ENGINE_QUANTIZATION
 from qerl_vllm_plugin.weights.checkpoint import CONFIG, INDEX
 from qerl_vllm_plugin.weights.expected import Expected, expected_tensors, experts, fused_with
 
@@ -54,7 +54,7 @@ def start(
     with tempfile.TemporaryDirectory() as own:
         folder = Path(own)
         packed = bool(experts(config)) and options.get("quantization") == ARM
-        if packed or options.get("quantization") == "bitsandbytes":
+        if packed or options.get("quantization") == ENGINE_QUANTIZATION["nf4"]:
             folder, defaults["load_format"] = Path(scratch or own, "packed" if packed else "bf16"), "auto"
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder):  # arms may start at the same time
