@@ -1,15 +1,13 @@
 """Offer what recipes name: rewards, data sets, tools, environments, noise schedules and rollout engines.
 
-QeRL's own are offered in the same way as those of other packages.
-
 A plugin is a module (or object) with functions of these names, marked ``@qerl_recipes.hooks.implementation``, and a
 setuptools entry point in the group ``qerl``:
 
     [project.entry-points.qerl]
     my_rewards = "my_package.rewards"
 
-Every function returns a mapping from the names that recipes use to the objects. Two plugins that use the same name are
-an error, so that installing a package never changes what a recipe means.
+Every function returns a mapping from the names that recipes use to the objects, as QeRL's own do. Two plugins that use
+the same name are an error, so that installing a package never changes what a recipe means.
 """
 
 import functools

@@ -20,13 +20,11 @@ SEED = 0
 
 
 def draw(chosen: str, count: int) -> list[int]:
-    """Draw ``count`` lengths in tokens, the same on every call.
+    """Draw ``count`` lengths in tokens, the same on every call; raise ValueError where that is not possible.
 
     ``chosen`` is ``lognormal:MEAN,SIGMA,MAX``, or the name of a file. MEAN is that of the distribution before lengths
-    above MAX are cut to it, and SIGMA the standard deviation of a length's natural logarithm. ``lognormal`` alone is
-    DEFAULT. The file has a number of tokens in each line, or one JSON list of them; each is drawn once at most.
-
-    Raises ValueError for a file with fewer than ``count`` numbers, and for anything else.
+    above MAX are cut to it, and SIGMA the standard deviation of a length's natural logarithm. The file has a number of
+    tokens in each line, or one JSON list of them; each is drawn once at most.
     """
     chosen, generator = DEFAULT if chosen == "lognormal" else chosen, random.Random(SEED)
     if not chosen.startswith("lognormal:"):

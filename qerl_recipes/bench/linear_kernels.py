@@ -1,10 +1,7 @@
 """Read which kernels an engine's linear layers run on, and check that an arm of a rollout runs what its name says.
 
-vLLM chooses a kernel by the GPU, the format and what is installed, and may fall back to another than was asked for.
-The layers themselves tell: each has a quantization method, and that holds its kernel.
-
-Read in vLLM 0.26 and 0.31: ``model_executor.layers.quantization.online.fp8``, ``.compressed_tensors`` and
-``model_executor.kernels.linear``.
+vLLM may fall back to another kernel than was asked for, and the layers themselves tell. Read in vLLM 0.26 and 0.31:
+``model_executor.layers.quantization.online.fp8``, ``.compressed_tensors`` and ``model_executor.kernels.linear``.
 """
 
 import re

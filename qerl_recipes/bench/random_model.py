@@ -42,8 +42,7 @@ def start(
 ) -> "LLM":
     """Start an engine with the model of ``config`` (a config.json), for prompts of token ids.
 
-    vLLM needs files for two: a mixture under qerl_nvfp4, and bitsandbytes. They are written into ``scratch``, where a
-    later call finds them, or into a temporary folder.
+    vLLM needs files for a mixture under qerl_nvfp4, and for bitsandbytes: a later call finds them in ``scratch``.
     """
     from vllm import LLM
 

@@ -58,12 +58,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
-    The command's help says what the options are. Completions of unequal ``lengths`` (``bench.lengths.draw``) are the
-    same in all arms. Each ``rank`` takes an engine of its own: a smaller adapter in the same engine would be filled up
-    with zeros and take as long. ``engine`` and ``variants`` may hold no argument of OURS.
-
-    An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
-    ValueError for an unknown shape or arm and for what this machine cannot measure.
+    The command's help says what the options are. Each ``rank`` takes an engine of its own: a smaller adapter in the
+    same engine would be filled up with zeros and take as long. An arm that fails is in the result with its reason, and
+    the others go on. Raises ValueError for an unknown shape or arm and for what this machine cannot measure.
     """
     check_shape(shape)
     check_gpus(tensor_parallel_size)

@@ -160,8 +160,7 @@ def _spread(
 ) -> Figures:
     """Return the median, least and most seconds of a change, and the median of each of its ``parts``.
 
-    ``before`` is called before each change and is not timed. The part "device" is the wait for the GPU at the end; a
-    server's client and the way to it are in no part.
+    ``before`` is called before each change and is not timed. The part "device" is the wait for the GPU at the end.
     """
     import pandas as pd
     import torch

@@ -1,12 +1,11 @@
 """``qerl bench train``: a whole GRPO step, rollout to optimizer, in each arm of an experiment.
 
-Weights are random and of the real shapes, so nothing is downloaded. Prompts are random characters and every completion
-has its full length, so that the work is the same in all arms; rewards are random numbers that depend on the completion
-alone. Every arm runs in a process of its own, one after the other.
+Weights are random and of the real shapes, so nothing is downloaded. Prompts are random characters, every completion has
+its full length, and rewards are random numbers that depend on the completion alone: the work is the same in all arms.
+Each runs in a process of its own, one after the other.
 
-Two arms are what one would run instead. ``trl_stock`` is TRL's own trainer (``trl_arm``). In ``fp8_rollout`` the engine
-is FP8 and made anew of the merged weights before each rollout, and the trainer is that of bf16, with truncated
-importance weights (``train_arm.FP8Rollouts``).
+``trl_stock`` is TRL's own trainer (``trl_arm``). In ``fp8_rollout`` the engine is FP8 and made anew of the merged
+weights before each rollout (``train_arm.FP8Rollouts``); the trainer is that of bf16, with truncated importance weights.
 
 With ``--config`` the recipe is one of ``qerl train``: only checkpoint, data, reward and output are the benchmark's.
 """
@@ -214,9 +213,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON.
 
-    ``memory`` (bytes) limits what all processes together may hold of the GPU; ``scratch`` is the folder for
-    checkpoints. An arm that fails is in the result with its reason. Raises ValueError for what cannot be measured,
-    OSError where the checkpoints do not fit on the disk.
+    ``memory`` (bytes) limits what all processes together may hold of the GPU. An arm that fails is in the result with
+    its reason. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
     """
     work.check()
     gpu = installed_gpu()
@@ -311,8 +309,7 @@ def _trl_recipe(work: Workload, gpu: Gpu | None, memory: int | None) -> Figures:
     """Return the keys of stock TRL for this work, with remarks on what they are; the rest is TRL's default.
 
     The engine's share is the bf16 arm's, or what TRL's model leaves of the memory, since TRL loads that first. The
-    engine sleeps if the bf16 arm would not fit otherwise. A micro-batch has at most MOST_TRL_TOKENS tokens, and Liger's
-    kernels are on if they are installed.
+    engine sleeps if the bf16 arm would not fit otherwise. Liger's kernels are on if they are installed.
     """
     import trl
 

@@ -38,13 +38,9 @@ def write_own_answers(
 ) -> str:
     """Write a model's answers to the first ``samples`` training problems of a recipe; return a summary in one line.
 
-    ``recipe`` is ``["--config", "recipe.yaml", "--key", "value", ...]``. The model samples as the rollouts do, without
-    an adapter and in the recipe's dtype, whatever its ``quantization``; the engine shares the GPU with no trainer.
-    ``output`` gets a JSON line for each problem: ``text``, prompt and answer as the model sees them, and its
-    ``input_ids``.
-
-    Raise ValueError or OSError before the engine starts for an ``output`` that exists or has no folder, for unsupported
-    keys, a model in NVFP4, too few problems, and a prompt that leaves no room for its completion.
+    The model samples as the rollouts do, without an adapter and in the recipe's dtype; the engine shares the GPU with
+    no trainer. ``output`` gets a JSON line for each problem: ``text``, prompt and answer as the model sees them, and
+    its ``input_ids``. Raise ValueError or OSError before the engine starts for what cannot be asked or written.
     """
     if samples < 1:
         raise ValueError(f"--samples is {samples}; it must be at least 1")
@@ -123,11 +119,7 @@ def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int
     """Read the first ``samples`` texts (None: up to 256) -> (rows of token ids, counts).
 
     A line's "input_ids" are its tokens, or else ``tokenizer``'s. Empty texts are dropped, others cut to 2048 tokens.
-    The counts are ``texts`` and ``tokens`` in the rows, lines in the file (``of``), the limit (``longest``) and the
-    ``cut`` texts.
-
-    Raise ValueError, naming file and line, for a line without a text, or with "input_ids" of another, and for too few
-    texts.
+    Raise ValueError, naming file and line, for a line without a text, or with "input_ids" of another, and for too few.
     """
     total = sum(1 for _ in numbered(path))
     if samples is not None and samples > total:

@@ -1,9 +1,8 @@
 """``qerl export``: write a trained adapter as a self-contained folder, or merge it into its base.
 
-Without ``merge`` the folder holds what PEFT and stock vLLM read (adapter_model.safetensors, adapter_config.json). It
-also holds trained norms (norms.safetensors), the chat template, a card, and a state file that names the base. With
-``merge`` it is an ordinary BF16 checkpoint. Merging rounds each weight to BF16 once more, so the merged policy differs
-from the trained one by that rounding.
+Without ``merge`` the folder holds what PEFT and stock vLLM read, trained norms, the chat template, a card, and a state
+file that names the base. With ``merge`` it is an ordinary BF16 checkpoint: the merged policy differs from the trained
+one by rounding each weight to BF16 once more.
 """
 
 import json
@@ -42,10 +41,9 @@ def export(
 ) -> Path:
     """Write the adapter folder ``adapter`` to ``destination``, whole or not at all, and return the destination.
 
-    ``base`` is the base's present folder or model id, by default the one trained on. ``merge`` writes base, adapter and
-    trained norms as one BF16 checkpoint, one tensor at a time. ``name`` is the adapter's in the card's commands. Raise
-    ValueError for an adapter that is damaged, or not of this base, and for ``merge`` of NF4 or with a ``name``. Raise
-    FileExistsError for a destination that is not empty, unless ``overwrite``.
+    ``base`` is the base's present folder or model id, by default the one trained on. ``name`` is the adapter's in the
+    card's commands. Raise ValueError for an adapter that is damaged, or not of this base, and for ``merge`` of NF4 or
+    with a ``name``; FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     if merge and name is not None:
         raise ValueError(

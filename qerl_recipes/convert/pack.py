@@ -1,16 +1,13 @@
 """Pack a checkpoint: choose the tensors that become NVFP4, find their tensor scales, and write the shards.
 
-The model class that config.json names is built on the meta device, which takes no memory. Its ``nn.Linear`` modules are
-packed, except the output head, the routers of a mixture of experts, and those that the family keeps in BF16
-(``families.KEPT``). Experts are packed, too. transformers holds them in two three-dimensional parameters,
-``experts.gate_up_proj (E, 2I, H)`` and ``experts.down_proj (E, H, I)``. Checkpoints hold one tensor for each matrix,
-``experts.<e>.gate_proj.weight`` and so on. The checkpoint must have each of these names, with the shape of the model
-class. Everything else stays in BF16.
+The model class that config.json names is built on the meta device. Its ``nn.Linear`` modules are packed, except the
+output head, the routers of a mixture of experts, and those that the family keeps in BF16 (``families.KEPT``). Experts
+are packed, too: transformers holds them in ``experts.gate_up_proj (E, 2I, H)`` and ``experts.down_proj (E, H, I)``,
+checkpoints in ``experts.<e>.gate_proj.weight`` and so on.
 
-Packing takes two passes, with one tensor in memory at a time. The first pass finds the largest magnitude of each
-weight. It is needed because q/k/v share a tensor scale, as do gate/up, and their parts may lie in different shards. The
-second pass packs and writes. FP16 and FP32 tensors of the model become BF16 first, so the bytes are those of quantizing
-the same model while it is loaded.
+Packing takes two passes, with one tensor in memory at a time. The first finds the largest magnitude of each weight,
+because q/k/v share a tensor scale, as do gate/up, and their parts may lie in different shards. FP16 and FP32 tensors of
+the model become BF16 first, so the bytes are those of quantizing the same model while it is loaded.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

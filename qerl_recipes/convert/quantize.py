@@ -101,22 +101,19 @@ def quantize_checkpoint(
 ) -> QuantizeReport:
     """Write the NVFP4 checkpoint of ``source``, which stock vLLM loads too (compressed-tensors nvfp4-pack-quantized).
 
-    ``source`` is a folder or a model id of the hub, whose FP16 and FP32 weights are rounded to BF16 first. One with
-    NVFP4 weights in another form (ModelOpt, W4A4, mixed with FP8) is rewritten with the same codes and scales, its FP8
-    layers in BF16. ``quiet`` prints no table.
+    ``source`` is a folder or a model id of the hub, whose FP16 and FP32 weights are rounded to BF16 first. NVFP4
+    weights in another form (ModelOpt, W4A4, mixed with FP8) are rewritten with the same codes and scales, FP8 layers in
+    BF16.
 
-    * ``method``: ``rtn`` rounds to nearest; ``gptq`` and ``awq`` run llmcompressor on the first
-      ``calibration_samples`` (256) texts of ``calibration``, each up to 2048 tokens. That file has JSON lines with a
-      key "text" and perhaps "input_ids".
+    * ``method``: ``rtn`` rounds to nearest; ``gptq`` and ``awq`` run llmcompressor on the first ``calibration_samples``
+      (256) texts of ``calibration``, each up to 2048 tokens.
     * ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only).
     * ``device``: ``cpu``, ``cuda`` or ``cuda:N``, by default a GPU for gptq and awq alone.
-    * ``ignore``: module names or ``re:`` patterns to keep in BF16, beside embeddings, norms, output head, routers and
-      ``families.KEPT``.
+    * ``ignore``: module names or ``re:`` patterns to keep in BF16, beside those of ``pack.make_plan``.
 
-    Return the report with the error of each layer (awq has none), also written to quantize_report.json. The destination
-    appears only when it is complete. Warn if qerl_nvfp4 refuses the model's family. Raise CheckpointError (a
-    ValueError) for a source that cannot be quantized, ValueError for options that do not fit, OSError if the
-    destination cannot be written, and RuntimeError if llmcompressor fails.
+    Return the report with the error of each layer (awq has none), also written to quantize_report.json. Warn if
+    qerl_nvfp4 refuses the model's family. Raise CheckpointError (a ValueError) for a source that cannot be quantized,
+    ValueError for options that do not fit, OSError for a destination, and RuntimeError if llmcompressor fails.
     """
     if device is None:
         device = "cuda" if method != "rtn" and torch.cuda.is_available() else "cpu"

@@ -45,10 +45,8 @@ def write_shards(
 ) -> None:
     """Write safetensors files and, unless there is a single one, their index, with one tensor in memory at a time.
 
-    ``shards`` maps each file's name to its tensors; files without tensors are left out. ``tensor`` returns the values
-    of an entry. In a file it is called for the wider dtypes first, which keeps every tensor aligned, and else in the
-    order of the entries. ``progress`` names the work on the terminal. Raises ValueError if the values are not of the
-    entry's dtype and shape.
+    ``shards`` maps each file's name to its tensors, and ``tensor`` returns their values: in a file of the wider dtypes
+    first, which keeps every tensor aligned. ``progress`` names the work on the terminal.
     """
     places: dict[str, str] = {}
     total = 0

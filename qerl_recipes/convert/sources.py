@@ -2,10 +2,9 @@
 
     qerl text-model Qwen/Qwen2.5-VL-7B-Instruct runs/models/Qwen2.5-VL-7B-text
 
-This project serves, quantizes and trains text models only. No weight changes. Tensors get the names that the text
-model has in transformers; adapters, noise and trained norms use these names, too. The vision tower, its projector and
-the layers for multi-token prediction are left out. NVFP4 weights stay NVFP4. Use ``qerl quantize`` first on a
-checkpoint with activation scales or another NVFP4 format.
+No weight changes, and NVFP4 weights stay NVFP4. Tensors get the names that the text model has in transformers;
+adapters, noise and trained norms use these names, too. Use ``qerl quantize`` first on a checkpoint with activation
+scales or another NVFP4 format.
 """
 
 import json

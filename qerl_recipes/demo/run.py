@@ -27,12 +27,9 @@ LEAST_PROBLEMS, LEAST_GAIN = 300, 0.10
 def run(output: str | Path = "runs/demo", seed: int = 0, steps: int = 60, problems: int = 512) -> int:
     """Run the demo; write ``report.html``, ``adapter/`` and ``evaluation/`` into ``output``; return the exit code.
 
-    The code is 0 if the adapter is at least ten points more accurate than its base and their 95 % intervals do not
-    overlap, else 1. ``problems`` is how many of the 512 held-out problems are evaluated. The same seed gives the same
-    numbers on the same machine.
-
-    Raise ValueError for ``steps`` below 1 or ``problems`` outside 300 to 512. Raise FileExistsError if ``output`` holds
-    anything but an earlier demo, which is replaced. Raise RuntimeError if a stage fails.
+    It is 0 if the adapter is at least ten points more accurate than its base and their 95 % intervals do not overlap.
+    The same seed gives the same numbers on the same machine. Raise ValueError for numbers out of range, FileExistsError
+    if ``output`` holds anything but an earlier demo, which is replaced, and RuntimeError if a stage fails.
     """
     began, console = time.monotonic(), Console()
     if not LEAST_PROBLEMS <= problems <= 512:

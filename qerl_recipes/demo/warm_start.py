@@ -2,9 +2,8 @@
 
     python -m qerl_recipes.demo.warm_start --config recipes/SmolLM2-135M-Instruct/grpo/steps_nvfp4_lora.yaml BASE OUT
 
-This is a short supervised training of all weights on worked answers to problems of the recipe's task, with the recipe's
-system prompt and chat template. It comes before quantization and is the same for every arm. The worked problems include
-neither the recipe's training problems nor its held-out ones.
+This is a short supervised training of all weights on worked answers, before quantization and the same for every arm.
+The worked problems include neither the recipe's training problems nor its held-out ones.
 """
 
 import argparse

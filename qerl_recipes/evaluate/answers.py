@@ -24,8 +24,7 @@ from qerl_vllm_plugin.noise import seed_of
 class Judged:
     """One problem with its prompt, its gold answer and the policy's judged answers.
 
-    ``right`` says which answers are right, and ``cut`` says which ended at the length limit. ``share`` is the fraction
-    of right answers. ``vote`` says whether the majority answer is right.
+    ``cut`` says which ended at the length limit, and ``vote`` whether the majority answer is right.
     """
 
     problem: str
@@ -49,10 +48,8 @@ def ask(
 ) -> dict[str, list[Judged]]:
     """Answer all problems with the policy that the engine serves now, and return the judged answers by benchmark.
 
-    The problems of each benchmark keep their order. ``label`` names the policy in the progress bar.
-
-    Raises ValueError before anything is generated if a prompt leaves no room for an answer. The same holds if
-    ``sampling`` asks for a chat template and there is none.
+    ``label`` names the policy in the progress bar. Raises ValueError before anything is generated if a prompt leaves no
+    room for an answer, or if ``sampling`` asks for a chat template and there is none.
     """
     length, tokenizer = llm.llm_engine.model_config.max_model_len, llm.get_tokenizer()
     prompts = {benchmark.name: _prompts(benchmark.problems, tokenizer, sampling) for benchmark in benchmarks}

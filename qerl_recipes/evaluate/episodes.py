@@ -53,9 +53,8 @@ AT_ONCE = 64  # episodes that are played together: each has an instance of the e
 class Played:
     """Hold one problem and the episodes that were played on it, one entry for each in every list.
 
-    ``prompt`` holds the messages before the first turn, with what the environment adds to them. ``episodes`` are the
-    messages of the turns. ``rewards`` are None where no reward applied. ``turns`` are the numbers of sampled tokens of
-    each turn. ``cut`` says which ended because tokens ran out.
+    ``prompt`` holds the messages before the first turn, ``episodes`` those of the turns. ``rewards`` are None where no
+    reward applied. ``turns`` are the sampled tokens of each turn; ``cut`` says which ended because tokens ran out.
     """
 
     problem: str

@@ -26,15 +26,13 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
 
 
 def summary(shares: Sequence[float], num_samples: int = 1) -> dict[str, Any]:
-    """Return the accuracy and its 95 % interval.
-
-    ``shares`` holds, for each problem, the share of right answers among its ``num_samples`` answers.
+    """Return the accuracy and its 95 % interval, of each problem's share of right answers among ``num_samples``.
 
     With one sample per problem, the interval is Wilson's. With several, answers to one problem resemble each other, so
-    Wilson's interval is taken at the effective number of samples. That is accuracy * (1 - accuracy) / variance of the
-    mean over problems, but at most the number of answers. With one problem, or all answers right or all wrong, the
-    variance says nothing, and the number of problems is used. If all problems have the same share between 0 and 1, the
-    number of answers is used.
+    it is Wilson's at the effective number of samples: accuracy * (1 - accuracy) / variance of the mean over problems,
+    but at most the number of answers. Where that variance says nothing, with one problem or all answers alike, it is
+    the number of problems.
+
     Source: E. L. Korn and B. I. Graubard, Confidence intervals for proportions with small expected number of positive
     counts estimated from survey data, Survey Methodology 24 (1998).
     """
@@ -71,17 +69,13 @@ def mean(values: Sequence[float]) -> dict[str, Any]:
 def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, float, float]:
     """Return the mean accuracy difference of two configurations and its 95 % interval, as (mean, low, high).
 
-    The interval covers the choice of seeds and the choice of problems, at least two of each.
+    ``differences[t][s, p]`` is the difference in problem p of task t and the runs with seed s; the mean is over the
+    tasks' means. Seeds and problems, at least two of each, are crossed random factors without replication. Analysis of
+    variance gives an unbiased estimate of the variance of the mean. It is the variance over the seeds' means, plus one
+    term for each task where that term is above zero: (MS_problems - MS_rest) / (seeds * problems * tasks^2). The
+    degrees of freedom are Satterthwaite's. With few seeds the interval over seeds alone may be wider, and is returned
+    then.
 
-    ``differences[t][s, p]`` belongs to problem p of task t and the runs with seed s. It is the share of right answers
-    of one configuration minus that of the other. The mean is taken over the tasks' means.
-
-    Seeds and problems are crossed random factors without replication. Analysis of variance gives an unbiased estimate
-    of the variance of the mean. It is the variance over the seeds' means, plus one term for each task where that term
-    is above zero: (MS_problems - MS_rest) / (seeds * problems * tasks^2). The degrees of freedom are Satterthwaite's.
-
-    With few seeds this interval may be narrower than the one over seeds alone, for fixed problems. The wider of the
-    two is returned.
     Sources: S. R. Searle, G. Casella and C. E. McCulloch, Variance Components (1992), chapter 4; F. E. Satterthwaite,
     An approximate distribution of estimates of variance components, Biometrics Bulletin 2 (1946).
     """

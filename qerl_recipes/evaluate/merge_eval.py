@@ -29,11 +29,10 @@ def measure(
     max_samples: int | None = None,
     **options: Any,
 ) -> None:
-    """Evaluate the four policies, print a table and write ``merged/survival.json``.
+    """Evaluate the four policies, print a table and write ``merged/survival.json``; raise as ``evaluate``.
 
     Of a merged policy the record says which share of the adapter's gain over the base ``survives``; None without one.
-    ``base`` is where the adapter's is now. ``options`` are those of ``evaluate``; what they leave open is as in
-    training, for the merged checkpoint too. Raises as ``evaluate``.
+    ``base`` is where the adapter's is now. What ``options`` of ``evaluate`` leave open is as in training.
     """
     folder, base_path = Path(merged), str(base or open_adapter(adapter).base)
     options = {"max_samples": max_samples, "quiet": True, **options}

@@ -77,9 +77,8 @@ def write(folder: str | Path) -> Path:
     """Write ``folder/report.html`` from the metrics and evaluations in the folder, and return its path.
 
     It reads ``metrics.jsonl`` and the newest ``evaluation.json``, in the folder, in ``evaluation/`` or in
-    ``evaluation/NAME/``, of which one may be missing. ``qerl_state.json`` and ``adapter_config.json``, in the folder or
-    in ``adapter/``, give the settings. Raises ValueError for a folder with nothing to show, or a damaged file. An
-    earlier page stays until the new one is complete.
+    ``evaluation/NAME/``, of which one may be missing. Raises ValueError for a folder with nothing to show, or a damaged
+    file.
     """
     folder = Path(folder)
     how_to_train = HOW_TO_TRAIN.format(folder=folder)

@@ -1,21 +1,7 @@
 """Defines the options of ``qerl evaluate`` once: for the command, its child processes and the evaluations of a study.
 
-The tasks of an evaluation:
-
-gsm8k, math_500, aime24, aime25     lighteval's definitions, from the Hugging Face hub
-amc23                               40 problems of AMC 12, 2023 (math-ai/amc23), asked as lighteval asks AIME
-running_sum                         the demo's 512 held-out problems; the whole completion must be right
-jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics: the last
-                                    answer block counts, or without one the last number or formula
-jsonl-accuracy:PATH                 the same, judged as the reward accuracy judges: LaTeX in a box, between dollars in
-                                    an answer block or after "the final answer is"; a bare 9 is not an answer
-jsonl-exact:PATH                    the same, judged as the reward exact_answer judges: letter for letter
-jsonl-number:PATH                   the same, judged as the reward last_number judges: by the last number of the answer
-environment:NAME                    episodes in an environment, which a recipe's key environments names in the same way;
-                                    judged by its reward and, if the adapter was trained in it, by those of the run
-tools                               episodes with the tools of the adapter's run, judged by the rewards of the run
-
-This module imports neither torch nor vLLM nor lighteval: ``qerl --help`` needs its options.
+recipes/evaluation.md lists the tasks. This module imports neither torch nor vLLM nor lighteval: ``qerl --help`` needs
+its options.
 """
 
 import inspect
@@ -110,11 +96,10 @@ class Sampling(BaseModel):
 
 
 class Evaluation(Sampling):
-    """Describe one evaluation, of ``base`` alone and, if given, with ``adapter``.
+    """Describe one evaluation, of ``base`` alone and, if given, with ``adapter``, which get the same prompts.
 
-    None takes the setting from the adapter's training, if its folder records one. Base and adapter get the same
-    prompts. Without an adapter the defaults are qerl_nvfp4, bfloat16, the tokenizer's template, no system prompt and
-    each task's own length (GSM8K: 1024 tokens).
+    None takes the setting from the adapter's training, if its folder records one. Without an adapter the defaults are
+    qerl_nvfp4, bfloat16, the tokenizer's template, no system prompt and each task's own length.
     """
 
     base: Annotated[str, Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id.")]
@@ -187,8 +172,7 @@ class Evaluation(Sampling):
     def checked(self) -> "Evaluation":
         """Return this evaluation with the text of its chat template.
 
-        Raises ValueError for an unknown task, and for options that would be ignored: at temperature 0 top_p, top_k,
-        min_p, several samples and, unless environments start by it, a seed; without a chat template its options.
+        Raises ValueError for an unknown task, and for options that would be ignored.
         """
         check_tasks(self.tasks)
         template = None if self.chat_template is None else template_text(self.chat_template)

@@ -117,18 +117,17 @@ def evaluate(base: str, adapter: str | Path | None, tasks: str | Sequence[str], 
 
     ``options`` are the fields of ``request.Evaluation``. In the result, ``tasks[name]["base" or "adapter"]`` has:
 
-    * ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high) and ``interval`` (the kind of interval).
-    * ``ended`` and ``cut``: the shares of answers that ended by themselves, and that the length limit ended.
+    * ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high), and ``ended`` and ``cut``, the shares of
+      answers that ended by themselves and that the length limit ended.
     * ``pass_at`` and ``maj_at`` for several samples, each ``{k: {value, ci95}}``.
-    * for ``environment:NAME`` and ``tools``, where accuracy is the share of episodes whose reward is at least
-      ``acting.success_at``: ``reward`` with its mean as ``{value, ci95}``, the number of ``unscored`` episodes, which
-      are no success, and ``turns``, ``calls`` and ``failures``, the means of an episode. ``shown`` has one problem.
-    * ``by_problem``: one bit per answer for ``right`` and for ``ended``, encoded by ``figures.packed``. The problems
-      have the order of ``problems_sha256`` and of ``answers.jsonl``.
+    * of episodes, where accuracy is the share whose reward is at least ``acting.success_at``: ``reward`` as ``{value,
+      ci95}``, the number of ``unscored`` ones, and the means of ``turns``, ``calls`` and ``failures``.
+    * ``by_problem``: one bit per answer for ``right`` and for ``ended``, encoded by ``figures.packed``, in the order of
+      ``problems_sha256`` and of ``answers.jsonl``.
 
     ``as_in_training`` lists the choices that the adapter's training settled, ``not_as_in_training`` those that were
-    made otherwise. ``of_training`` lists the tasks whose problems come from the file that the adapter was trained on.
-    A warning names the tasks on which more than a tenth were cut. Raises ValueError as ``settle`` does.
+    made otherwise, and ``of_training`` the tasks whose problems the adapter was trained on. Raises ValueError as
+    ``settle``.
     """
     return evaluate_each([Evaluation.of(base=base, adapter=adapter, tasks=tasks, **options)])[0]
 

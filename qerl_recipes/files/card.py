@@ -97,14 +97,9 @@ def render(
 ) -> str:
     """Return the model card of an adapter as Markdown, with the hub's metadata on top.
 
-    ``base`` is the absolute folder or model id that was trained on, ``base_hash`` its ``base_hash()``.
-    ``adapter_config`` is the content of adapter_config.json. ``quantization`` is the base-weight format (qerl_nvfp4,
-    bf16 or nf4), ``versions`` maps package -> version, and ``datasets`` are ids of the hub. ``folder`` is the adapter's
-    absolute folder, or its repository on the hub. ``revision`` is the base's on the hub. ``is_rounded`` says that
-    ``base_hash`` is of the folder that ``qerl quantize`` made of ``base``.
-
-    Only the commands contain the paths of ``base`` and ``folder``, so that they work from any directory. On the hub no
-    path of this machine is named.
+    ``base`` is the absolute folder or model id that was trained on, ``datasets`` are ids of the hub, and ``folder`` is
+    the adapter's absolute folder, or its repository on the hub. ``is_rounded`` says that ``base_hash`` is of the folder
+    that ``qerl quantize`` made of ``base``. Only the commands contain paths, and on the hub none of this machine.
     """
     of_branch = [] if revision in (None, "main") else ["--revision", str(revision)]
     is_elsewhere = Path(base).is_absolute() and not Path(folder).is_absolute()

@@ -1,10 +1,9 @@
 """Write, read and compare the checkpoints of a training run; each is complete or does not exist.
 
-A checkpoint folder is a PEFT adapter (``adapter_model.safetensors``, ``adapter_config.json``), ``norms.safetensors`` if
-norms are trained, what transformers' Trainer needs, and ``qerl_state.json``. The latter is this module's ``State``,
-with the size of every other file, and is written last. A folder without it, or with files of other sizes, is not a
-checkpoint. A checkpoint is bound to its base and suffices to resume exactly. A resumed run must train on as it began,
-or say which recipe keys have changed.
+A checkpoint folder is a PEFT adapter, ``norms.safetensors`` if norms are trained, what transformers' Trainer needs, and
+``qerl_state.json``: this module's ``State``, with the size of every other file, written last. A folder without it, or
+with files of other sizes, is not a checkpoint. A resumed run must train on as it began, or say which recipe keys have
+changed.
 """
 
 import contextlib
@@ -67,10 +66,9 @@ class CheckpointMismatch(ValueError):
 class Run:
     """Hold what must stay the same for a run to be continued.
 
-    ``base`` is the checkpoint's absolute folder or its model id, ``base_hash`` its ``base_hash()``. ``dataset`` is the
-    ``dataset_hash()`` of the training data. ``processes`` is the number of trainer processes, None if an older run did
-    not record it. ``reference`` is the ``AdapterFolder.sha256()`` of the adapter with which ``beta`` compares the
-    policy. It is "" if that is the base, and None without ``beta``.
+    ``base`` is the checkpoint's absolute folder or its model id. ``processes`` is the number of trainer processes, None
+    if an older run did not record it. ``reference`` is the ``AdapterFolder.sha256()`` of the adapter with which
+    ``beta`` compares the policy, "" if that is the base, and None without ``beta``.
     """
 
     base: str
@@ -225,9 +223,8 @@ def what_is_kept(output_dir: str | Path) -> str:
 def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | None:
     """Move what a run saved after ``step`` into a folder of its own -> that folder, None if nothing is later.
 
-    A run that continues from an earlier checkpoint must not mistake later ones for its own. Copies of ``histories``,
-    files that are about to be truncated, go into the same folder. Nothing is deleted. The next call finishes an
-    interrupted move; until then, ``whole_checkpoints`` ignores what is still to be moved.
+    Copies of ``histories``, files that are about to be truncated, go into the same folder; nothing is deleted. The next
+    call finishes an interrupted move; until then, ``whole_checkpoints`` ignores what is still to be moved.
     """
     output_dir = Path(output_dir)
     for folder, names in _interrupted_moves(output_dir):

@@ -1,9 +1,8 @@
 """Write a folder, or a file, whole or not at all.
 
 The content is written to a hidden sibling, flushed to disk, and renamed into place in one step. If anything stops the
-writer (an error, a full disk, SIGKILL), the destination is untouched. The next writer removes what a dead process left.
-A live writer holds a lock on its folder. A file system that cannot exchange folders needs two steps:
-see ``_move``.
+writer (an error, a full disk, SIGKILL), the destination is untouched, and the next writer removes what is left. A live
+one holds a lock on its folder. ``_move`` tells of a file system that cannot exchange folders.
 """
 
 import ctypes

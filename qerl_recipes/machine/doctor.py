@@ -186,9 +186,8 @@ def add_exactness(report: Report) -> None:
 def check_layer(device: str) -> tuple[int, int]:
     """Count the weights of one random layer by which ``device`` multiplies wrongly -> (different, all).
 
-    The layer is quantized on the CPU. Each weight is then read out of the device's matrix product with one-hot rows. It
-    must equal value(code) * block scale bit for bit. That product is computed here in float64 from the format's tables,
-    without the code under test.
+    Each weight is read out of the device's matrix product with one-hot rows. It must equal value(code) * block scale
+    bit for bit, a product that is computed here in float64 from the format's tables.
     """
     import torch
     from qerl_kernels import nvfp4

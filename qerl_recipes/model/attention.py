@@ -1,13 +1,12 @@
 """Compute attention over a packed row with PyTorch's own kernels, so that no sequence sees another.
 
-It is registered with transformers under ``NAME`` beside ``sdpa``, and equals ``sdpa`` if no ``segments`` are given. A
-mask over the whole row would cost its length squared. On a GPU one call of PyTorch's flash attention takes all
-sequences and each query once; the keys of a shared prompt are copied before those of each completion. Elsewhere, and
-in fp32, each sequence has a causal attention call of its own.
+It is registered with transformers under ``NAME`` beside ``sdpa``. A mask over the whole row would cost its length
+squared. On a GPU one call of PyTorch's flash attention takes all sequences and each query once; the keys of a shared
+prompt are copied. Elsewhere, and in fp32, each sequence has a causal attention call of its own.
 
 Queries and keys are rotated by one kernel, if the model's attention class computes what most classes do
 (``replace_attentions``). transformers rotates operation by operation. In fp32, which a single rounding requires, that
-is a sixth of a block's memory traffic. A small layer of the same class shows what a layer computes.
+is a sixth of a block's memory traffic.
 """
 
 import copy
@@ -77,11 +76,9 @@ def attention(
     """Return the attention's output, (1, T, heads, D), and None in place of weights.
 
     ``query`` is (1, heads, T, D), ``key`` and ``value`` are (1, key heads, T, D). Each of the ``segments`` attends to
-    its prompt and to itself, causally, and no further back than ``sliding_window`` tokens. ``attention_mask`` counts
-    only without segments. Queries and keys may be fp32; they are rounded to the dtype of the values.
-
-    With ``spans`` of the segments one call of flash attention takes all of them. That needs FP16 or BF16, no dropout,
-    and a head dimension that is a multiple of 8 and at most LARGEST_HEAD.
+    its prompt and to itself, causally, and no further back than ``sliding_window`` tokens; without any,
+    ``attention_mask`` counts. Queries and keys are rounded to the dtype of the values. With ``spans`` one call of flash
+    attention takes all segments, in FP16 or BF16, without dropout, with a head dimension that it has.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     if segments is None:

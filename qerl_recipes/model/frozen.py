@@ -1,12 +1,10 @@
 """Compute frozen linears and experts on packed NVFP4 weights.
 
 A linear is a module that PEFT treats as ``nn.Linear``. Its backward keeps the packed weight (4.5 bits a weight) and
-nothing else. The dense weight never exists for longer than one call.
+nothing else; the dense weight never exists for longer than one call.
 
 The experts of a mixture replace transformers' dense ones. Rows are sorted by expert, so that one grouped product
 computes a linear of all experts. Tensor scales go into the activation and the routing weights, which are fp32 anyway.
-The backward keeps the activations and the packed weights. The router stays transformers' own, but for its last
-rounding.
 """
 
 from collections.abc import Callable

@@ -34,13 +34,10 @@ def load(
 ) -> PreTrainedModel:
     """Load a causal language model from a checkpoint folder, with every parameter frozen.
 
-    The model is on the CPU, for nf4 on the GPU, and with ``weights`` on the engine's device. ``weights`` belong to an
-    engine that serves the same checkpoint under qerl_nvfp4. The model reads them in place and copies only the norms and
-    what the engine cannot lend.
-
-    ``quantization`` is the arm: ``qerl_nvfp4``, ``bf16`` or ``nf4`` (bitsandbytes). ``qerl_nvfp4`` takes an NVFP4
-    checkpoint, or quantizes a BF16 one while loading, one layer at a time. None takes the weights as the checkpoint has
-    them. Norms round like those of the arm's engine: once under qerl_nvfp4, twice in stock vLLM. Dropout is off.
+    ``quantization`` is the arm: ``qerl_nvfp4`` (a BF16 checkpoint is quantized while loading, one layer at a time),
+    ``bf16`` or ``nf4`` (bitsandbytes). None takes the weights as the checkpoint has them. With ``weights``, of an
+    engine that serves the same checkpoint under qerl_nvfp4, the model reads them in place and copies only the norms and
+    what the engine cannot lend. Norms round like those of the arm's engine, and dropout is off.
 
     Raises CheckpointError for a checkpoint that is damaged or of another format. Raises ValueError for a family that
     cannot be trained (families.py), or an arm that this machine or this checkpoint does not support.
@@ -78,9 +75,8 @@ def load(
 def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[GradientCheckpointingLayer]:
     """Return the blocks that keep their activations: all after the first ``checkpointed``, or none for None.
 
-    The last blocks keep them, because their memory is free again when the first ones recompute theirs. The memory plan
-    of `qerl train` turns -1 ("as few as fit") into a number. Without a plan, -1 gives no blocks and a warning. Raises
-    ValueError if the model has fewer blocks.
+    The last blocks keep them, because their memory is free again when the first ones recompute theirs. Without a plan
+    of `qerl train`, -1 ("as few as fit") gives no blocks and a warning. Raises ValueError if there are fewer blocks.
     """
     if checkpointed is None:
         return []

@@ -58,9 +58,8 @@ def completion_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability and entropy of every completion token, (B, C) fp32 each, 0 where there is no token.
 
-    ``model`` is called once for each row, under ``autocast``. ``unwrapped`` is the same model without a launcher's
-    wrapper. ``rows`` hold the sequences of a batch whose completions have ``shape`` (B, C). Both results have a
-    gradient. ``has_entropy_gradient`` says that the entropy's gradient is needed; it changes the speed alone.
+    ``model`` is called once for each row, under ``autocast``; ``unwrapped`` is the same without a launcher's wrapper.
+    Both results have a gradient, whether or not ``has_entropy_gradient`` says that the entropy's is needed.
     """
     base = _base(unwrapped)
     weight = base.get_output_embeddings().weight

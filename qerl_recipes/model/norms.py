@@ -17,10 +17,9 @@ from qerl_vllm_plugin import noise
 class TrainerRMSNorm(torch.nn.Module):
     """Multiply the normalized input by ``offset + (weight + noise)``; the noise never changes the stored weight.
 
-    ``weight: (H,)`` is the checkpoint's in fp32; ``make_trainable`` makes it trainable. ``offset`` is 0, or 1 for a
-    norm that is stored as w and used as 1 + w. With ``rounded`` the effective weight and the normalized input are each
-    rounded to the activations' dtype before the product, as in stock vLLM and transformers (the bf16 and nf4 arms).
-    Without it there is one rounding at the end, as in the engine of the NVFP4 arm.
+    ``weight: (H,)`` is the checkpoint's in fp32. ``offset`` is 1 for a norm that is stored as w and used as 1 + w. With
+    ``rounded`` the effective weight and the normalized input are each rounded before the product, as in stock vLLM and
+    transformers. Without it there is one rounding at the end, as in the engine of the NVFP4 arm.
     """
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, rounded: bool = False, offset: float = 0.0) -> None:

@@ -1,9 +1,8 @@
 """Pack the sequences of a padded batch into rows of real tokens.
 
-So nothing is computed for padding, nor twice for a shared prompt. A packed row is a sequence of trees, one for each
-prompt: the prompt's tokens, then those of its completions, one after the other. In each completion positions continue
-from the prompt, and a completion sees its prompt and itself. Without sharing every completion has its own prompt. All
-of this is computed on the CPU, from one copy of the batch.
+A packed row is a sequence of trees, one for each prompt: the prompt's tokens, then those of its completions, one after
+the other. In each completion positions continue from the prompt, and a completion sees its prompt and itself. Without
+sharing every completion has its own prompt. All of this is computed on the CPU.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,10 +69,8 @@ def pack(
     """Pack the sequences of a batch into rows of at most ``pack_tokens`` tokens; a longer sequence has its own row.
 
     ``input_ids`` and ``attention_mask`` are (B, P + C) on the CPU, with C = ``completion``. Sequences whose completion
-    is masked out are left out. If all are, the first one is kept, so that there is something to differentiate. With
-    ``share_prompts`` equal prompts in one packed row are computed once.
-
-    Raises ValueError for a completion without a prompt: no hidden state predicts its first token.
+    is masked out are left out; if all are, the first one is kept, so that there is something to differentiate. Raises
+    ValueError for a completion without a prompt: no hidden state predicts its first token.
     """
     is_real = attention_mask.bool()
     prompts = is_real[:, :-completion].sum(dim=1).tolist()

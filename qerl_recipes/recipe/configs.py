@@ -2,9 +2,8 @@
 
     script, training, model = parse(["--config", "recipes/demo/grpo/nvfp4_lora_aqn.yaml", "--learning_rate", "3e-4"])
 
-Some defaults differ from TRL 1.16, because only an adapter on frozen weights is trained. ``use_vllm`` and ``use_peft``
-are on, ``dtype`` is bfloat16, and ``lora_target_modules`` is all-linear. ``lora_dropout`` is 0: dropout would make the
-trainer's log-probabilities differ from the engine's. Importance correction truncates per token at 2.
+Some defaults differ from TRL 1.16, because only an adapter on frozen weights is trained. ``lora_dropout`` is 0: dropout
+would make the trainer's log-probabilities differ from the engine's.
 """
 
 import argparse
@@ -302,12 +301,9 @@ def parser() -> RecipeParser:
 def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
     """Read a recipe and flags -> (script, training, model); a flag overrides the recipe.
 
-    ``argv`` is ``["--config", "recipe.yaml", "--key", "value", ...]``; ``--config`` may be left out. Raises ConfigError
-    (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type. Values that can be
-    parsed but not honoured are left to ``train.preflight``.
-
-    On a machine without a CUDA GPU, ``use_cpu`` becomes true and ``bf16`` false, unless the recipe or a flag sets
-    ``use_cpu``.
+    Raises ConfigError (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type.
+    Values that can be parsed but not honoured are left to ``train.preflight``. On a machine without a CUDA GPU,
+    ``use_cpu`` becomes true and ``bf16`` false, unless the recipe or a flag sets ``use_cpu``.
     """
     flags, path = _split_config(list(argv))
     recipe, content, dropped = parser(), {}, {}

@@ -1,9 +1,8 @@
 """Classify every key of a recipe: honoured, renamed, without effect, or refused with the way out.
 
-TRL 1.16 and transformers 5.17 define the keys. ``WITHOUT_EFFECT`` holds keys of Open-R1's recipes and of earlier
-versions that no longer exist. A key that QeRL's trainer cannot honour is refused by name, never ignored. ``REFUSED``
-holds, for each such key, the values that are harmless and what to do instead. Every field of the three dataclasses is
-either in ``TOPICS`` or in ``REFUSED``; a test fails when a new TRL adds one.
+``WITHOUT_EFFECT`` holds keys of Open-R1's recipes and of earlier TRLs. A key that QeRL's trainer cannot honour is
+refused by name, never ignored. Every field of the three dataclasses is either in ``TOPICS`` or in ``REFUSED``; a test
+fails when a new TRL (after 1.16) or transformers (after 5.17) adds one.
 """
 
 from collections.abc import Mapping

@@ -6,15 +6,13 @@
 
     rollout = rollout_of(agent)                        # in a recipe: rollout_func: my_package.rollout
 
-The client adds to each chat request what training needs: the recipe's sampling parameters, the seed of episode and
-turn, token ids and log-probabilities. Whatever model an agent names, the policy answers. It must stand still: each
-answer's version is checked, and the server's count of changes at the end. If the server is restarted meanwhile, all
-episodes are played again.
+The client adds to each chat request the recipe's sampling parameters, the seed of episode and turn, token ids and
+log-probabilities. The policy must stand still: each answer's version is checked, and the server's count of changes at
+the end. If the server is restarted meanwhile, all episodes are played again.
 
-The calls of an episode become one row. Tokens that the policy has sampled are learned from, others are read. The end of
-the last answer is only read where the next prompt has it in other tokens. An agent that rewrites what lies before
-forks the episode, and the row with the most sampled tokens is kept; the metric ``forked`` is the share of episodes in
-which that happened.
+The calls of an episode become one row. Tokens that the policy has sampled are learned from, others are read. An agent
+that rewrites what lies before forks the episode, and the row with the most sampled tokens is kept; the metric
+``forked`` is the share of episodes in which that happened.
 """
 
 import asyncio

@@ -29,11 +29,9 @@ def engine_on_cpu(base: str) -> dict[str, Any]:
 def engine_options(arm: str, rank: int | None, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with which ``vllm.LLM`` serves an arm with an adapter of up to ``rank`` (None: without one).
 
-    The NVFP4 arm holds the adapter in its layers, where it costs least. The other arms use vLLM's LoRA slots. If
-    ``config`` of the base describes a mixture of experts, the slots cover attention alone: otherwise vLLM would give
-    slots to every expert.
-
-    Raises ValueError for an unknown arm, a rank above vLLM's largest, and LoRA slots in a mixture of experts on a CPU.
+    The NVFP4 arm holds the adapter in its layers, where it costs least; the others use vLLM's LoRA slots, in a mixture
+    of experts (``config``) of attention alone. Raises ValueError for an unknown arm, a rank above vLLM's largest, and
+    LoRA slots in a mixture of experts on a CPU.
     """
     if arm not in ENGINE_QUANTIZATION:
         raise ValueError(f"quantization is {arm!r}; it is one of {', '.join(ENGINE_QUANTIZATION)}")

@@ -3,15 +3,14 @@
 ``Player.play`` takes turns as TRL 1.16 does (``GRPOTrainer._tool_call_loop``): with the same messages, tokens, masks
 and log-probabilities. It differs from TRL in this:
 
-* No episode waits for another. What a turn calls is answered as soon as the turn ends, and the next turn joins those
-  that the engine is computing. The answers of an in-process engine's step come in order of place before its next step:
-  what is computed together, and with it the last bits, does not depend on how long tools take.
+* No episode waits for another: the next turn joins those that the engine is computing. The answers of an in-process
+  engine's step come in order of place before its next step, so that the last bits do not depend on tools' time.
 * A turn has the seed of its place and number, and asks for no more tokens than its episode has left.
 * A tool has a limit of time and of tokens, and whatever it returns becomes text. If it fails, the policy reads why.
-* Tools run one after another in the main thread, where they may use signals; an engine in this process stands still
-  meanwhile. Async tools run on while the engine computes. Their episodes stand aside until they are a quarter of all
-  that go on, and are then waited for together. Were each waited for alone, 64 episodes of 6 turns would wait about 280
-  times; so it is 25 to 30 times, for 6 to 9 % more decode steps (simulated, of lengths of three kinds).
+* Tools run one after another in the main thread, where they may use signals. Async tools run on while the engine
+  computes. Their episodes stand aside until they are a quarter of all that go on, and are waited for together. Were
+  each waited for alone, 64 episodes of 6 turns would wait about 280 times; so it is 25 to 30 times, for 6 to 9 % more
+  decode steps (simulated, of lengths of three kinds).
 """
 
 import asyncio
@@ -172,9 +171,8 @@ class Player:
     """Play the episodes of one run.
 
     ``options`` are those with which prompts are rendered (``tasks.environments.rendering``). ``most_tokens`` limits all
-    tokens of an episode after its prompt, and ``most_turns`` the turns after the first. A tool's text has at most
-    ``tool_tokens``, and the tool takes at most ``tool_seconds``; None is no limit. ``loop`` runs async tools in another
-    thread.
+    tokens of an episode after its prompt, ``most_turns`` the turns after the first, ``tool_tokens`` and
+    ``tool_seconds`` each call of a tool. ``loop`` runs async tools in another thread.
     """
 
     engine: TakesTurns

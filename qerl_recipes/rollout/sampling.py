@@ -1,9 +1,8 @@
 """Sample completions: what both built-in engines share, and the quick way to a vLLM in this process.
 
-``LLM.generate`` processes every token of every sequence in Python, for decoding and for ranks and ends of lists. None
-of that is used before the sequence ends, and a decode step on a GPU waits for it. ``generate`` reads the outputs of
-vLLM's engine core step by step instead. vLLM's output processor sees a sequence only when it ends, to drop it. Requests
-that need text, as for stop strings, go through vLLM's own step.
+``LLM.generate`` processes every token of every sequence in Python, and a decode step on a GPU waits for it.
+``generate`` reads the outputs of vLLM's engine core step by step instead; vLLM's output processor sees a sequence only
+when it ends. Requests that need text, as for stop strings, go through vLLM's own step.
 
 Source: ``vllm.v1.engine.llm_engine.LLMEngine.step``, 0.26 to 0.32.
 """
@@ -64,9 +63,8 @@ Follow = Callable[[list[tuple[int, Completion]]], list[Request]]
 def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int, turn: int = 0) -> int:
     """Return the seed of one completion: different for each, and the same in a resumed run.
 
-    ``phase`` is ``train``, ``evaluation`` or ``calibration``. ``call`` counts the batches of this rollout, since
-    dynamic sampling draws several. ``prompt`` is the prompt's index in its batch over all ranks, and ``sample`` is the
-    completion's index among those of its prompt. ``turn`` counts the turns of an episode.
+    ``call`` counts the batches of this rollout. ``prompt`` is the prompt's index in its batch over all ranks, and
+    ``sample`` the completion's among those of its prompt.
     """
     return seed_of(run_seed, phase, rollout, call, prompt, sample, *([turn] if turn else []))
 
@@ -216,13 +214,10 @@ def generate(
 ) -> list[Completion]:
     """Return one completion for each of ``prompts`` (token ids), sampled by its entry of ``sampling``.
 
-    ``follow`` gets the completions that a step of the engine has ended, by number. What it returns, prompts with their
-    parameters, enters the next step. So tokens alone decide what is computed together, however long ``follow`` takes.
-    The completions of these prompts are returned after the others.
-
-    Each entry must have ``logprobs=0`` or None; if any entry needs text, all must have ``flat_logprobs``. Raises
-    RuntimeError if vLLM aborts a sequence, or returns other than one log-probability a token. Whatever is raised, the
-    engine is left without requests.
+    ``follow`` gets the completions that a step of the engine has ended, and what it returns enters the next step:
+    tokens alone decide what is computed together. Its completions are returned after the others. Each entry must have
+    ``logprobs=0`` or None; if any needs text, all must have ``flat_logprobs``. Raises RuntimeError if vLLM aborts a
+    sequence, or returns other than one log-probability a token; the engine is left without requests.
     """
     engine, parameters = llm.llm_engine, list["SamplingParams"]()
     found, number_of = dict[str, Completion](), dict[str, int]()

@@ -1,9 +1,8 @@
 """Sample from the current policy with a running vLLM server: the rollout engine of ``vllm_mode: server``.
 
-It is a ``RolloutEngine`` that also takes turns (``rollout.interface``). The first trainer process pushes adapter,
-trained norms and noise once a rollout, and each process requests its own completions. If the server is lost or
-restarted, the run waits and pushes the same policy again. Then it requests the same completions again: each has its own
-seed.
+The first trainer process pushes adapter, trained norms and noise once a rollout, and each process requests its own
+completions. If the server is lost or restarted, the run waits, pushes the same policy again, and requests the same
+completions again: each has its own seed.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ WATCH = 5.0  # seconds between two checks of a server that is generating
 class ServerRollouts(SeededRollouts):
     """Use a server that holds the frozen weights of the recipe's model and the policy's adapter.
 
-    ``rollout.interface.StartEngine`` describes the arguments. The server must be up within ``vllm_server_timeout``
-    seconds. Generating raises AnotherPolicyError if a completion is not from the policy that was pushed last. It raises
-    ServerRefusedError if the server refuses a prompt, and ServerLostError if the server stays silent.
+    Generating raises AnotherPolicyError if a completion is not from the policy that was pushed last, ServerRefusedError
+    if the server refuses a prompt, and ServerLostError if it is silent for ``vllm_server_timeout`` seconds.
     """
 
     def _start(self, base: str, rank: int, dtype: torch.dtype) -> None:
@@ -294,9 +292,8 @@ class CompletionsClient:
 def read(choice: Mapping[str, Any], served: str | None, request: Request, version: int) -> Completion:
     """Return the completion in ``choice``, which the policy version ``served`` computed.
 
-    Raises AnotherPolicyError if ``served`` is not ``version``, or if the server has aborted the completion. Raises
-    ServerRefusedError if the server has cut the completion short, has changed its prompt, or has left out token ids or
-    log-probabilities.
+    Raises AnotherPolicyError if ``served`` is not ``version``, or if the server has aborted the completion, and
+    ServerRefusedError if it has changed the prompt or left something out.
     """
     if served != str(version):
         raise AnotherPolicyError(

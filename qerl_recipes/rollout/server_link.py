@@ -65,11 +65,10 @@ NO_NOISE = Noise(0.0, 0, 0, ())
 
 @dataclass(frozen=True)
 class Pushed:
-    """Describe what a server serves since the last push.
+    """Describe what a server serves since the last push: ``digest`` is the hash of the adapter.
 
-    ``digest`` is the hash of the adapter, and ``noisy_norms`` the number of norms with noise. ``instance`` differs
-    after a restart. ``changes`` counts the server's changes: noise that another client sets and clears again leaves no
-    other trace. It is None if several processes may have pushed at once.
+    ``instance`` differs after a restart. ``changes`` counts the server's changes: noise that another client sets and
+    clears again leaves no other trace. It is None if several processes may have pushed at once.
     """
 
     version: int

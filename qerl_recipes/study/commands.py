@@ -39,9 +39,8 @@ def conduct(
     """Run what is missing of a study, write table, plot and page into ``folder``, and return the page.
 
     With ``table`` nothing runs: the page is made anew from that table, beside it. The runs that the table ``finished``
-    has are not made again. ``folder`` is by default runs/studies/NAME, for a study in NAME.yaml. Raises StudyError for
-    a study or table that cannot be read, for a ``table`` that is not of this study as it is now, and, once all is
-    written, if runs have failed.
+    has are not made again. Raises StudyError for a study or table that cannot be read, for a ``table`` that is not of
+    this study as it is now, and, once all is written, if runs have failed.
     """
     study, failure = read(file), None
     if table is not None:
@@ -103,13 +102,10 @@ def sum_up(folder: Path) -> Path:
 def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, table: Path | None = None) -> str:
     """Compare any two arms of a study by any metric of its table, in one line.
 
-    The line has the mean of ``a`` - ``b`` over the seeds of the study, its 95 % intervals by t, paired by seed and
-    unpaired, and the p of the t test and of all flips of the signs. For the accuracy it also has the interval over
-    seeds and problems, if the table has judgements by problem.
-
-    ``a`` and ``b`` are arms as the table names them (ARM@VALUE in a study with a sweep). The last value of ``metric``
-    is compared, or its mean over ``steps``, "FIRST-LAST". ``table`` is by default NAME/results.csv.gz beside the plan.
-    Raises StudyError for a table that is not of the study, and for an arm, a metric or steps that it does not have.
+    The line has the mean of ``a`` - ``b`` over the seeds, its 95 % intervals by t, paired by seed and unpaired, and the
+    p of the t test and of all flips of the signs; for the accuracy also the interval over seeds and problems. The last
+    value of ``metric`` is compared, or its mean over ``steps``, "FIRST-LAST". Raises StudyError for a table that is not
+    of the study, and for an arm, a metric or steps that it does not have.
     """
     study, table, metric = read(file), table or beside(file), requested_name(metric)
     rows = read_table(table)

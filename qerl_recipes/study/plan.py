@@ -16,16 +16,14 @@
     target_reward: 0.5
     afterwards: {two_states: 0.75, answer: "{nvfp4_lora} is right, in BF16 {bf16_lora} ({nvfp4_lora - bf16_lora})."}
 
-``afterwards`` was added once the results were known, and pages show it as such; the rest is the plan. An arm is the
-recipe with keys of its own; nothing else differs between arms. Its key ``trainer`` is no key of a recipe: ``trl`` has
-TRL's own trainer train the adapter, ``trl_all_weights`` all weights without one. A study without a sweep may take arms
-from the table of another study, where the same runs have been made:
-
-    taken: {study: recipes/studies/other.yaml, arms: {none: nvfp4_lora@0.0001}}
+An arm is the recipe with keys of its own; nothing else differs between arms. Its key ``trainer`` is no key of a recipe:
+``trl`` has TRL's own trainer train the adapter, ``trl_all_weights`` all weights without one.
 
 With ``sweep``, every arm is first trained at each value with the sweep's seeds, and judged by the primary evaluation
-alone. Then each arm runs with all seeds at the value with its highest mean accuracy, and at ``common`` where that is
-given. The base of an arm is judged once, with the first seed, since it does not depend on the training.
+alone. Then each arm runs with all seeds at its best value, and at ``common`` where that is given. The base of an arm is
+judged once, with the first seed. A study without a sweep may take arms that another study has run:
+
+    taken: {study: recipes/studies/other.yaml, arms: {none: nvfp4_lora@0.0001}}
 """
 
 import itertools
@@ -103,11 +101,10 @@ class Plot(_Strict):
 class Afterwards(_Strict):
     """Hold what was added once the results were known; pages show it as such, and no run depends on it.
 
-    ``answer`` is the text that answers the question. In it, {arm} becomes the arm's accuracy, {base arm} that before
-    training, {gain of arm} by how much training raised it, with its interval, {a - b} the difference of two arms with
-    its interval, and {claim: TEXT} that of a claim. ``two_states`` is an
-    accuracy between two states in which runs end; arms are then compared by how many of their runs end above it.
-    ``untested`` maps a claim that no run tests to the reason.
+    In ``answer``, {arm} becomes the arm's accuracy, {base arm} that before training, {gain of arm} by how much training
+    raised it, {a - b} the difference of two arms, and {claim: TEXT} that of a claim. ``two_states`` is an accuracy
+    between two states in which runs end; arms are then compared by how many end above it. ``untested`` maps a claim to
+    the reason.
     """
 
     answer: str = ""

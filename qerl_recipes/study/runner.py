@@ -57,15 +57,13 @@ class RunsFailedError(StudyError):
 def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None) -> bool:
     """Run what is missing of ``study`` below ``folder``; return True if all of it is there now.
 
-    ``jobs`` trainings or evaluations work at a time, dealt out to the visible GPUs; several on a GPU need
-    vllm_kv_cache_memory_bytes, pack_tokens and recompute_layers in the recipe, and kv_cache_memory_bytes in the
-    evaluations. After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same. The
-    runs that ``table`` has are not made again (``inventory.keep``), in this call or later.
+    ``jobs`` trainings or evaluations work at a time, dealt out to the visible GPUs. After ``minutes``, SIGTERM or
+    Ctrl-C everything is told to end; the next call goes on. The runs that ``table`` has are not made again
+    (``inventory.keep``).
 
-    Before anything runs, raises StudyError for: keys that `qerl train` or `qerl evaluate` would refuse; evaluations
-    whose problems or judge are missing; a ``folder`` of another study, of one at work, or of this one with another
-    recipe; a base that is missing, or holds other weights than for the runs so far; a ``table`` that is not this
-    study's. At the end, raises RunsFailedError, naming each run that has failed.
+    Before anything runs, raises StudyError for what `qerl train` or `qerl evaluate` would refuse; a ``folder`` of
+    another study, of one at work, or begun with another recipe; and a base that is missing or holds other weights. At
+    the end, raises RunsFailedError, naming each run that has failed.
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")

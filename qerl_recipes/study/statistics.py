@@ -58,9 +58,8 @@ class Comparison:
 def compare(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: float | None = None) -> Comparison | None:
     """Compare two arms, each given as seed -> value; return None if fewer than two seeds have a value of both.
 
-    With ``bound`` the values are of two states, which no t test fits: the runs above it are counted, and compared by
-    Fisher's exact test. Where all differences are equal there is no spread to divide by, and p is that of the sign
-    test.
+    With ``bound`` the runs above it are counted, and compared by Fisher's exact test: no t test fits values of two
+    states. Where all differences are equal there is no spread to divide by, and p is that of the sign test.
     """
     both = pd.concat({"a": of_a, "b": of_b}, axis=1).dropna().sort_index()
     if len(both) < 2:
@@ -114,10 +113,9 @@ def _sign_flips(differences: Sequence[float] | np.ndarray) -> float:
 def judge(found: Comparison, expect: str, margin: float) -> str:
     """Return what a comparison says about a claim: "supported", "not supported" or "inconclusive".
 
-    With ``expect`` "higher" or "lower", a claim is supported if the corrected test is below 5 % in that direction. It
-    is not supported if the interval holds no effect of ``margin`` or more in it. With "not lower", it is supported if
-    the interval's lower end is above -margin, and not supported if its upper end is below. A verdict ends in
-    "(t test only)" if the exact test alone does not give it.
+    "higher" and "lower" are supported if the corrected test is below 5 % in that direction, and not if the interval
+    holds no effect of ``margin`` or more in it. "not lower" is supported if the interval's lower end is above -margin,
+    and not if its upper end is below. A verdict ends in "(t test only)" if the exact test alone does not give it.
     """
     sign = -1 if expect == "lower" else 1
     bound = margin if expect == "higher" else -margin  # the difference is tested to be on one side of this

@@ -1,11 +1,8 @@
 """Run the programs of completions against test cases: on this machine, or where Open-R1 runs them.
 
-``judge_of(script)`` returns the judge that ``code_provider`` names: ``judge(program, tests) -> share of passed tests``.
-A judge raises an exception where its provider fails, which says nothing about the program.
-
-* ``local`` runs each test here, in ``sandbox``.
-* ``e2b`` and ``morph`` get one script for a completion, with all its tests, by their own clients.
-* ``piston`` gets a request for each test.
+``judge_of(script)`` returns the judge that ``code_provider`` names: ``local`` runs each test in ``sandbox``, ``e2b``
+and ``morph`` get one script with all tests of a completion, and ``piston`` a request for each. A judge raises an
+exception where its provider fails, which says nothing about the program.
 """
 
 import inspect

@@ -63,11 +63,10 @@ def data_problems(reward: str, rows: "Dataset", split: str) -> Iterator[str]:
 def code(script: ScriptArguments) -> Reward:
     """Return a reward: the share of tests that the program in a completion's last ``python`` block passes.
 
-    The column ``verification_info`` has the tests; ``tests_of`` says how. A test passes if the program ends with
-    status 0 and writes the expected lines; Open-R1 also accepts the first of several lines alone. Without a block the
-    reward is 0, and also once a test takes longer than 5 seconds, or all of them 30. With ``code_provider: local``
-    these are seconds of CPU time, so that the load of the machine changes no reward; a program may also sleep 11
-    seconds in a test. Raises what ``judge_of`` raises.
+    ``tests_of`` describes the column ``verification_info``. A test passes if the program ends with status 0 and writes
+    the expected lines; Open-R1 also accepts the first of several lines alone. The reward is 0 without a block, and once
+    a test takes longer than 5 seconds, or all of them 30: with ``code_provider: local`` of CPU time, beside 11 seconds
+    in which a test may sleep.
     """
     return _reward("code", _share(script), script.parallel_code_exec_per_proc)
 

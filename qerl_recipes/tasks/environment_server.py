@@ -2,10 +2,9 @@
 
     VENV/bin/python environment_server.py FILE_DESCRIPTOR PATH ARGUMENTS
 
-This file is run by path in an interpreter that need not have this package, so that it imports the standard library
-alone. PATH is ``package.module.Class`` or ``package.module:Class``, and ARGUMENTS are the class's, as JSON. The first
-line describes the class. Each line that follows answers one line with a call; the lines are JSON. The process ends when
-the other end of the socket is closed.
+That interpreter need not have this package, so this file imports the standard library alone. The first line that it
+writes describes the class; each line after it answers a call. Lines, and ARGUMENTS of the class, are JSON. The process
+ends when the other end of the socket is closed.
 """
 
 import asyncio

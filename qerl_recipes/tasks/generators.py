@@ -4,9 +4,7 @@ A problem of ``pick_number`` asks for the largest or smallest of four different 
 
     What is the smallest of these numbers: 12, 27, 55, 5?   ->   5
 
-A small instruct model, decoded greedily, answers in one short sentence. It is right a little more often than by chance
-(a quarter). There are 2 x 100 x 99 x 98 x 97 = 188 million problems, so that holding 1000 of them out hardly reduces
-those to train on.
+There are 188 million of them, so that holding 1000 out hardly reduces those to train on.
 """
 
 import random

@@ -5,12 +5,10 @@ from typing import Any
 
 
 class HigherLower:
-    """Think of a number from 1 to ``largest``, and answer each guess with the range that is left.
+    """Think of a number from 1 to ``largest``, given by the seed alone, and answer each guess with what is left.
 
-    The number follows from the seed alone, so that all episodes of a group look for the same one. An episode scores 1
-    if the first guess is right, and for each further guess of ``most`` a share of 1/2 less, down to above 1/2. If it
-    does not find the number, it scores half of the share of numbers that it has ruled out. Raises ValueError for a
-    ``largest`` or ``most`` below 1.
+    An episode scores 1 if the first guess is right, and for each further guess of ``most`` a share of 1/2 less, down to
+    above 1/2. If it does not find the number, it scores half of the share of numbers that it has ruled out.
     """
 
     def __init__(self, largest: int = 9, most: int = 5) -> None:

@@ -34,10 +34,9 @@ WITHOUT_CALLS = Interaction()
 def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_lack_prompts: bool = False) -> Splits:
     """Return (train, held-out or None) with the column ``prompt``; no tokenizer is needed yet.
 
-    ``loaders`` load the data sets that recipes know by name; any other ``dataset_name`` is a file, a folder or a hub
-    id. With ``may_lack_prompts`` a prompt may be empty or missing, because the text of an environment is added. Raises
-    ConfigError for a data set, split or column that does not exist, an empty data set, and a malformed prompt. Warns if
-    held-out problems are among the training problems.
+    ``loaders`` load the data sets that recipes know by name; any other is a file, a folder or a hub id. With
+    ``may_lack_prompts`` an environment adds their text. Raises ConfigError for data without what is named, or with a
+    malformed prompt. Warns if held-out problems are among the training problems.
     """
     if (source := script.dataset_name) is None:
         raise ConfigError(
@@ -145,9 +144,8 @@ def load(
 ) -> Splits:
     """Return ``rows`` of ``read`` for the trainer, with ``prompt`` as a list of messages if there is a chat template.
 
-    A text becomes the user's message after ``system_prompt``. Prompts with more than ``max_prompt_length`` tokens, as
-    the rollout will see them, are left out. Raises ConfigError for messages or a ``system_prompt`` without a chat
-    template, and for a template that leaves out the problem.
+    Prompts with more than ``max_prompt_length`` tokens are left out. Raises ConfigError for messages or a
+    ``system_prompt`` without a chat template, and for a template that leaves out the problem.
     """
     if tokenizer.chat_template is None and options:
         warnings.warn(f"chat_template_kwargs: {options} has no effect without a chat template; remove it", stacklevel=2)
@@ -239,9 +237,8 @@ def refuse_long_prompts(
 ) -> None:
     """Raise ConfigError if prompts of ``data`` leave less than ``max_completion_length`` tokens of a sequence.
 
-    vLLM would cut their completions off earlier, or refuse them in mid-run. With ``max_prompt_length`` nothing is
-    checked, since longer prompts are left out. ``positions`` is the model's longest sequence, None if the engine
-    decides.
+    vLLM would cut their completions off earlier, or refuse them in mid-run. With ``max_prompt_length`` longer ones are
+    left out. ``positions`` is the model's longest sequence, None if the engine decides.
     """
     key, limit = "vllm_max_model_length", training.vllm_max_model_length
     if limit is None:

@@ -73,8 +73,7 @@ def _different(specification: str, count: int) -> Dataset:
 def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
     """Return (train, held-out) problems of the task ``dataset_config``; ``dataset_kwargs`` are its own options.
 
-    Training has ``dataset_size`` problems, less those held out: 1000 different ones, or a quarter of what 4000 tries
-    find. From the column ``reasoning_gym`` the reward of that name finds the problem again.
+    Held out are 1000 different ones, or a quarter of what 4000 tries find; training leaves them out.
     """
     task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs
     own = _specification(task, script.dataset_size or DEFAULT_SIZE, script.dataset_seed, options)

@@ -1,12 +1,9 @@
-"""Define the rewards by name: Open-R1's, the demo's and reasoning-gym's. Plugins may add others.
+"""Define the rewards by name: Open-R1's under its names, the demo's and reasoning-gym's. Plugins may add others.
 
-A factory takes the script arguments and returns ``reward(completions, *, <columns>, **rest) -> list[float | None]``.
-Completions are texts or, for conversational prompts, lists of messages. A parameter without a default that TRL does not
-pass itself is a column that the data set must have.
-
-Names and definitions are Open-R1's where it has them. Rewards that compare a mathematical answer with the column
-``solution`` use math-verify through TRL. A solution that it cannot read gives None, and TRL leaves such a completion
-out of the reward's mean.
+A factory takes the script arguments and returns ``reward(completions, *, <columns>, **rest) -> list[float | None]``. A
+parameter without a default that TRL does not pass itself is a column that the data set must have. Rewards that compare
+with the column ``solution`` use math-verify through TRL. A solution that it cannot read gives None, and TRL leaves such
+a completion out of the mean.
 """
 
 import inspect

@@ -4,9 +4,8 @@
     terse          <answer>17</answer>
     step by step   <think>7+5=12;12-3=9;9+8=17</think><answer>17</answer>
 
-A sum has four to six terms, and no partial sum is negative. A model of a few hundred thousand weights learns the second
-style almost without a mistake, but only guesses with the first. A policy that mixes the two can therefore improve by
-reinforcement learning.
+A model of a few hundred thousand weights learns the second style almost without a mistake, but only guesses with the
+first. A policy that mixes the two can therefore improve by reinforcement learning.
 """
 
 import random

@@ -7,17 +7,15 @@
 a policy writes by accident or finds out by trial. Nothing here runs unless a recipe names it (``code_provider:
 local``).
 
-A program has an empty folder, a process group and an environment of its own, without tokens or proxies. Its CPU time,
-wall time, memory, files, disk and number of processes are limited. At its end all its processes are killed. How far
-they are shut in depends on what the kernel allows:
+CPU time, wall time, memory, files, disk and number of processes are limited, and at a program's end all its processes
+are killed. It has an environment without tokens or proxies. How far it is shut in depends on what the kernel allows:
 
-* ``namespaces``: the program sees no other process and no network. It can write to its folder alone, which is gone at
-  the end. Where the trainer is root, it also has a user id of its own. It can read what that user may read.
+* ``namespaces``: it sees no other process and no network, and can write to its folder alone. It can read what its user
+  may read: where the trainer is root, a user of its own.
 * ``own user``, for root in a container without namespaces: it has a user id of its own, by which its processes are
   found. It has the network, and can write where all users may.
 
-The best that works is tried out once and used; a warning names what is lacking. Where neither works, a program would
-have the files and the processes of the trainer's user: that is refused.
+The best that works is tried out once and used; a warning names what is lacking. Where neither works, it is refused.
 """
 
 import contextlib
@@ -80,9 +78,8 @@ def run(
     """Run a Python program with this interpreter and its packages; return when all its processes are dead.
 
     ``seconds`` limits the CPU time of all its processes; twice as much and one second limits the time in which it runs
-    or sleeps, without waiting for a processor. Two runs give the same output unless it asks for the time, for chance or
-    for the network. ``how`` it is shut in is what ``kind`` says. Raises SandboxError if the program could not be
-    started, or got too little of a processor to judge it.
+    or sleeps, without waiting for a processor. ``how`` it is shut in is what ``kind`` says. Raises SandboxError if the
+    program could not be started, or got too little of a processor to judge it.
     """
     how = how or kind()
     with _folder() as place, _user_id() as uid:

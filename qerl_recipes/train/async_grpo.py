@@ -1,15 +1,12 @@
 """Train the adapter with TRL's AsyncGRPO (``trl.experimental.async_grpo``) against a server with ``/v1/qerl``.
 
-AsyncGRPO samples without a pause, in a process of its own, and pushes the policy after each step. A completion that is
-under way goes on with the new one. TRL loads a model by name, attends by a kernel for Hopper GPUs, and merges the
-adapter into the weights to push it. Here the base is loaded as by `qerl train`, PyTorch attends, and the adapter is
-swapped in place. The versions that AsyncGRPO counts are those of the server, and each answer's header is checked.
-
     config, adapter = AsyncGRPOConfig(...), LoraConfig(...)
     trainer = QerlAsyncGRPOTrainer(BASE, rewards, args=config, train_dataset=rows, peft_config=adapter)
 
-The server is started as for `qerl train`, and QERL_ADMIN_TOKEN holds its token. There is no noise, no exact resume
-(AsyncGRPO draws without seeds), and one trainer process.
+AsyncGRPO samples without a pause, and a completion that is under way goes on with the new policy. Here the base is
+loaded as by `qerl train`, PyTorch attends, and the adapter is swapped in place. Versions are those of the server, and
+each answer's header is checked. The server is started as for `qerl train`, and QERL_ADMIN_TOKEN holds its token. There
+is no noise, no exact resume (AsyncGRPO draws without seeds), and one trainer process.
 """
 
 from pathlib import Path

@@ -255,10 +255,9 @@ class SavingTrainer(GRPOTrainer):
 
 
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Load the adapter and the trained norms of a checkpoint into ``model``, tensor by name.
+    """Load the adapter and the trained norms of a checkpoint into ``model``, where transformers' own loading may fail.
 
-    transformers' own loading fails beside a reference adapter. Raises CheckpointMismatch, before anything is changed,
-    for another rank or other modules.
+    Raises CheckpointMismatch, before anything is changed, for another rank or other modules.
     """
     tensors = load_file(Path(folder) / TENSORS)
     own_tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)

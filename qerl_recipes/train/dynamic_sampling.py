@@ -1,15 +1,12 @@
 """Replace groups without signal by completions of fresh prompts: dynamic sampling, as in DAPO.
 
-Source: DAPO (arXiv 2503.14476), section 3.2: the objective has only groups with 0 < right answers < group size. With a
-reward of 0 or 1, such as ``accuracy``, these are the groups in which that reward differs. Other rewards (format,
-length) do not count: they would keep a group without a right answer. A recipe without ``accuracy`` compares the
-weighted sum, unless ``dynamic_sampling_metric`` names another reward.
+Source: DAPO (arXiv 2503.14476), section 3.2: the objective has only groups with 0 < right answers < group size. Other
+rewards (format, length) do not count: they would keep a group without a right answer.
 
 The fresh prompts come from a second seeded stream of the training set, whose position is part of the checkpoint. DAPO
-samples until the batch is full. Here the number of rounds is limited, and the shape of the batch does not change. A
-group that could not be replaced stays, with advantages and a completion mask of 0. Its tokens then count neither in
-the loss nor in the loss's divisor, as in DAPO; losses that average over sequences (``loss_type: grpo``) still count
-its sequences. If no group of any process has a signal, the masks stay as they are.
+samples until the batch is full; here the number of rounds is limited. A group that could not be replaced stays, with
+advantages and a completion mask of 0. Its tokens then count neither in the loss nor in its divisor, as in DAPO;
+``loss_type: grpo`` still counts its sequences. If no group of any process has a signal, the masks stay.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -96,10 +93,9 @@ def refill(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Replace the groups of ``batch`` without signal by fresh prompts of ``stream``, in at most ``max_rounds`` rounds.
 
-    Returns this process's batch, and the counts to log. ``judged`` covers all ``ranks`` processes. Groups are numbered
-    rank after rank, so that fresh prompts do not depend on the number of processes; each scores an equal share.
-    ``score(rows)`` returns TRL's batch of this process's completions, and what ``judged_by`` returns for those of all.
-    ``gather_object`` is accelerate's.
+    Returns this process's batch, and the counts to log. ``judged`` covers all ``ranks`` processes, whose groups are
+    numbered rank after rank: fresh prompts do not depend on how many there are. ``score(rows)`` returns TRL's batch of
+    this process's completions, and what ``judged_by`` returns for those of all.
     """
     groups = len(batch["advantages"]) // num_generations
     first_group = rank * groups

@@ -1,16 +1,12 @@
 """Train a model that computes in float16.
 
-Autocast to float16 (``fp16: true``) does not go through accelerate, whose loss scale would skip steps. Instead the
-gradients of activations are scaled, so that they do not underflow; parameters get unscaled gradients, and the masters
-of adapter and norms stay fp32. The first micro-batch is checked for activations that float16 cannot hold. Later
-overflows show in the gradient norm (``train/divergence.py``).
+accelerate's loss scale would skip steps. Instead the gradients of activations are scaled, so that they do not
+underflow: d loss / d log p of one token is 1e-5 or less, and float16's smallest step is 2^-24. A power of two brings
+the largest gradient of a micro-batch's log-probabilities to 4 or more and below 8. The same power divides the gradient
+of each parameter, in fp32, as it arrives. Both are exact, and no state is tuned from step to step.
 
-The loss is a mean over all tokens of a batch, so d loss / d log p of one token is 1e-5 or less. The gradients of a
-layer's activations are thousands of times smaller. Float16, whose smallest step is 2^-24, would lose them.
-
-The backward is linear in its input. So a power of two multiplies all gradients of the log-probabilities of a
-micro-batch, and brings the largest to 4 or more and below 8. The same power divides the gradient of each parameter, in
-fp32, as it arrives. Both are exact. There is no state: nothing is tuned from step to step, and no step is skipped.
+The first micro-batch is checked for activations that float16 cannot hold. Later overflows show in the gradient norm
+(``train/divergence.py``).
 
 Measured with SmolLM2-135M and an adapter on all linears, if the largest gradient of a log-probability is 1: the largest
 gradient of an activation is 190. The median of a layer is 1e-3 to 5e-2, and that of what an adapter's B sends back is

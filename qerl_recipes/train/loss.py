@@ -1,25 +1,20 @@
 """Compute what the loss needs of one micro-batch, and measure it: functions over tensors.
 
-TRL's ``_compute_loss`` multiplies, clips and sums. It takes from here the log-probabilities of packed rows and the
-importance weights. B is the number of completions in a micro-batch, C the length of the longest.
+B is the number of completions in a micro-batch, C the length of the longest. TRL's ``_compute_loss`` multiplies, clips
+and sums.
 
-**Parts** of a micro-batch have a forward and a backward of their own, so that the activations of one part at a time
-are kept. For each of them TRL computes the loss of the whole micro-batch. The log-probabilities of earlier parts are
-then numbers that are known, and those of later parts are constants: neither has a gradient. So whatever TRL divides
-by, the gradients of all parts add up to that of the whole micro-batch. With the last part all numbers are known, and
-loss and metrics are those of the whole, too.
+**Parts** of a micro-batch have a forward and a backward of their own. For each, TRL computes the loss of the whole
+micro-batch, in which the log-probabilities of other parts have no gradient. So the gradients of all parts add up to
+that of the whole, whatever TRL divides by. With the last part all numbers are known: loss and metrics are the whole's,
+too.
 
-**Importance weights** say how the trainer's log-probabilities differ from those that the engine sampled with. TRL
-computes the trainer's log-probabilities once before training, for the weights, and once more for the loss. Where a
-rollout serves one optimizer step, both are the same numbers. So the weights come from the loss's own forward; that
-saves a sixth of a GRPO step of a 7B model. Where a rollout serves several steps, the weights come from before the first
-step; each step measures them on the completions that it trains on.
+**Importance weights** say how the trainer's log-probabilities differ from those that the engine sampled with. Where a
+rollout serves one step they come from the loss's own forward, which saves a sixth of a GRPO step of a 7B model. Where
+it serves several steps, they come from before the first one.
 
-**Rows with an advantage of 0** are not computed: they have no gradient, and need neither a forward nor a backward. In a
-group whose rewards are all equal every advantage is exactly 0, and each of TRL's losses multiplies by it. Such rows are
-left out before packing, and constants take their place in the loss. The loss and its divisors (the tokens of the batch,
-or of a sequence) stay what they were. For the same log-probabilities the loss and its gradient with respect to them are
-equal bit for bit. Over a model both differ by the order of its sums, in fp32 by less than 1e-4 relative.
+**Rows with an advantage of 0** have no gradient and are not computed; constants take their place, and the loss's
+divisors stay. For the same log-probabilities loss and gradient are equal bit for bit. Over a model both differ by the
+order of its sums, in fp32 by less than 1e-4 relative.
 """
 
 import warnings
@@ -64,9 +59,8 @@ class MicroBatch:
 
     ``mask`` is 1 where the policy sampled the token and it counts in the loss. ``sampled`` are the engine's
     log-probabilities, NaN where it has none. ``old`` are the trainer's from before the first step of a rollout that
-    serves several, else None. ``reference`` are those of the reference policy, None without ``beta``. ``advantages``
-    are (B,), ``lengths: (B,)`` the tokens of prompt and completion. ``skipped: (B,)`` marks rows that are not computed,
-    and is None if all are.
+    serves several. ``advantages`` are (B,), ``lengths: (B,)`` the tokens of prompt and completion. ``skipped: (B,)``
+    marks rows that are not computed, and is None if all are.
     """
 
     mask: torch.Tensor
@@ -115,10 +109,8 @@ def mask_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 class LossSettings:
     """Say how the log-probabilities of one policy are computed.
 
-    ``pack_tokens`` is the number of tokens of a packed row; 0 keeps TRL's padded batch. ``skips_zero_advantage`` says
-    whether completions with an advantage of 0 are left out. ``splits`` says whether each packed row, or as many padded
-    ones as have ``FAST_TOKENS``, is a part with a backward of its own. ``half`` holds what a float16 model needs, and
-    is None for others.
+    ``pack_tokens`` is the number of tokens of a packed row; 0 keeps TRL's padded batch. ``splits`` says whether each
+    packed row, or as many padded ones as have ``FAST_TOKENS``, is a part. ``half`` is for a float16 model.
     """
 
     pack_tokens: int
@@ -235,9 +227,8 @@ def importance_weights(
 ) -> torch.Tensor:
     """Return the importance weights exp(logps - sampled): (B, C), or (B, 1) in the sequence modes.
 
-    ``mode`` is TRL's ``vllm_importance_sampling_mode``. ``logps``, ``sampled`` and ``mask`` are (B, C). A weight
-    outside [``smallest``, ``largest``] is clamped, or set to 0 in the mask modes. A token without a log-probability
-    from the engine (NaN) counts as equal on both sides.
+    A weight outside [``smallest``, ``largest``] is clamped, or set to 0 in the mask modes. A token without a
+    log-probability from the engine (NaN) counts as equal on both sides.
     """
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
     if mode in SEQUENCE_MODES:
@@ -317,16 +308,12 @@ def log_ratio(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> torch
 
 
 def staleness(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> Sums:
-    """Measure how far the policy has moved since the first of the optimizer steps that one rollout serves.
+    """Measure how far the policy has moved since the first step of its rollout; empty if that serves one step.
 
-    The result is empty where a rollout serves one step. ``logps: (B, C)`` are the trainer's current log-probabilities.
-    ``STALENESS`` is their distance, in nats, from those before the first step, over the computed tokens. In the first
-    step it shows how much two passes of one policy differ. With ``overlap`` it is the distance from the engine's, which
-    sampled with an earlier adapter.
-
-    ``STALE_CLIPPED`` is the share that the loss clips at 1 - epsilon and 1 + epsilon_high, as in TRL's
-    ``clip_ratio/region_mean``, which is a mean over micro-batches. It is of all sampled tokens or, with
-    ``importance_sampling_level: sequence``, of all sequences. A loss that does not clip so has none.
+    ``STALENESS`` is the distance in nats, over the computed tokens, of ``logps: (B, C)`` from those before the first
+    step, or with ``overlap`` from the engine's. ``STALE_CLIPPED`` is the share of sampled tokens, or of sequences, that
+    the loss clips at 1 - epsilon and 1 + epsilon_high. TRL's ``clip_ratio/region_mean`` is a mean over micro-batches. A
+    loss that does not clip so has none.
     """
     before = batch.sampled if args.overlap else batch.old
     if before is None:

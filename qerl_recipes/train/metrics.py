@@ -1,31 +1,19 @@
 """Turn what a step has measured into its line of ``metrics.jsonl``, which the report reads.
 
-The file has one JSON object a line, in the order in which things happened:
-
     {"step": 7, "loss": 0.01, "reward": 0.4, "rewards/accuracy/mean": 0.3, ...}
     {"step": 7, "eval/problems": 512, "eval/reward": 0.45, "eval/rewards/accuracy/mean": 0.35, ...}
 
 Each optimizer step has a line of the first kind, whatever the logging interval. Each evaluation on held-out problems
-(``eval_strategy``) has a line of the second kind. Its ``step`` is the number of steps done; 0 is before the first
-(``eval_on_start``). Its other keys are ``eval/`` and the key that training uses.
-
-``rollout_tokens_per_s`` counts generated tokens. ``train_tokens_per_s`` counts the tokens of prompts and completions
-that went through the trainer's forward and backward, over the step's time without the rollout. The main process writes
-its own speeds and step time; all else is over all processes.
+has one of the second, whose ``step`` is the number of steps done. The main process writes its own speeds and times; all
+else is over all processes. ``train_tokens_per_s`` counts the tokens that went through forward and backward, over the
+step's time without the rollout.
 
 Two figures of a rollout are measured anew, because TRL 1.16 computes something else than their names say:
 
-* ``frac_reward_zero_std`` is the share of groups whose rewards are all equal. Where
-  ``scale_rewards`` is ``batch``, or each reward is normalized before the sum, TRL looks at the deviation of the whole
-  batch. Its figure is then 0 as soon as any two completions differ.
-* ``completion_clipped`` (TRL's ``completions/clipped_ratio``) is the share of completions that were cut off. TRL counts
-  all without an end-of-sequence token, even those ended by ``stop`` or ``stop_token_ids`` of ``generation_kwargs``. It
-  leaves out episodes whose tokens ran out with a call open, and which end with that call.
-
-With tools, a rollout's line also has the means of ``tool_calls`` and ``turns`` of an episode. ``tool_failures`` is the
-share of calls that failed, ``episodes_cut`` that of episodes whose tokens ran out with a call open, and
-``tool_seconds`` the main process's time in tools. ``environments_lost`` is how many processes of
-``environment_python`` died or hung in an episode, with those in tool calls.
+* ``frac_reward_zero_std`` is the share of groups whose rewards are all equal. With ``scale_rewards: batch``, or rewards
+  normalized before the sum, TRL's is 0 as soon as any two completions of the batch differ.
+* ``completion_clipped`` is the share of completions that were cut off. TRL also counts those that ``stop`` or
+  ``stop_token_ids`` ended, and leaves out episodes whose tokens ran out with a call open.
 """
 
 import json
@@ -129,10 +117,9 @@ class StepSums:
 class StepValues:
     """Hold what the trainer notes during one optimizer step, in this process.
 
-    ``began`` is when the step began. Of its time ``rollout_seconds`` went into generating and scoring, or into waiting
-    for a rollout in flight. ``loss`` is the sum over its micro-batches, whose losses TRL has already divided by their
-    number where that is needed; at the end it is the mean over all processes. ``tokens`` went through forward and
-    backward. ``logged`` counts the values that each metric of TRL's log had before the step.
+    ``rollout_seconds`` went into generating and scoring, or into waiting for a rollout in flight. ``loss`` is the sum
+    over micro-batches, whose losses TRL has divided where needed; at the end it is the mean over all processes.
+    ``logged`` counts the values that each metric of TRL's log had before the step.
     """
 
     began: float = 0.0

@@ -3,19 +3,15 @@
 The engine samples as the run does. Then engine and trainer compute the log-probabilities of these tokens again, with
 parts switched on one by one. Each token has a delta: log p of the trainer minus log p of the engine. The stages are
 
-    weights    the base alone on both sides, all tokens in one pass, temperature 1: the difference comes from the
-               product with the frozen weights, and from rounding in attention, norms and head
+    weights    the base alone, all tokens in one pass, temperature 1: the product with the frozen weights, and rounding
     adapter    the same with the adapter, and with the trained norms if there are any
     noise      the same with the noise: in the engine and, in noise mode both, in the trainer
-    sampling   the log-probabilities that the tokens were drawn with, one token at a time at the run's temperature,
-               top_p, top_k and min_p, against the trainer at that temperature. metrics.jsonl has this as
-               logp_diff_mean and logp_diff_max. A temperature other than 1 scales the differences above by
-               1 / temperature; what that adds is in this row
+    sampling   the log-probabilities that the tokens were drawn with, one at a time, at the run's temperature, top_p,
+               top_k and min_p: logp_diff_mean and logp_diff_max of metrics.jsonl. A temperature other than 1 scales the
+               differences above by 1 / temperature; what that adds is in this row
 
-A part adds the delta of its stage minus the delta of the stage before, token by token. Over all parts this sums to the
-delta of the last stage.
-
-With tools and environments the tokens are those of each episode's first turn.
+A part adds the delta of its stage minus that of the stage before. With tools and environments the tokens are those of
+each episode's first turn.
 """
 
 import math
@@ -77,10 +73,9 @@ class Sizes(NamedTuple):
 class Part:
     """One row of the table: ``stage`` measures delta with this part on, ``added`` what the part adds to delta.
 
-    ``ratio`` is the part's effect on the engine's log-probabilities over its effect on the trainer's. It is fitted over
-    all tokens through zero with errors on both sides, and is 1 where both apply the part with the same strength.
-    ``ratio_error`` is its standard error, which rounding makes large where the part does little. Both are None for
-    parts other than adapter and noise, and where one side does not change.
+    ``ratio`` is the part's effect on the engine's log-probabilities over its effect on the trainer's, and
+    ``ratio_error`` its standard error, large where the part does little. Both are None for parts other than adapter and
+    noise, and where one side does not change.
     """
 
     name: str
@@ -287,11 +282,9 @@ def _ratio(
 ) -> tuple[float, float] | tuple[()]:
     """Fit a line through zero with errors on both sides; return its slope and standard error, or () without a slope.
 
-    Both sides round, in the same dtype. Ordinary least squares takes the trainer's values as exact; it would find a
-    correct adapter a few per cent too weak. The standard error is a jackknife that leaves out one completion
-    (``lengths``) at a time. This allows for errors that differ between tokens, for a few tokens that carry most of the
-    effect, and for dependence within a completion. The error is NaN with a single completion.
-    Sources: W. E. Deming, Statistical Adjustment of Data (1943), with errors of equal size; for the error of the slope
+    Both sides round. Ordinary least squares takes one side as exact, and would find a correct adapter a few per cent
+    too weak. The standard error is a jackknife over completions (``lengths``), within which tokens depend on each
+    other; NaN of a single one. Sources: W. E. Deming, Statistical Adjustment of Data (1943), with errors of equal size;
     B. Efron, The Jackknife, the Bootstrap and Other Resampling Plans (1982), chapter 3.
     """
     y, x = of_engine.double(), of_trainer.double()

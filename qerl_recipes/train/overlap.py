@@ -1,18 +1,15 @@
 """Train on one rollout while a server computes the next one: ``overlap: 1``.
 
 A rollout is a flight: in a thread it resets environments, asks the server and calls tools. It lands when its batch is
-due, or before an evaluation or a checkpoint. What follows its last turn waits for that: the main thread then computes
-the rewards and waits for the rest. So no more than one thread has collectives, metrics and the model at a time.
+due, or before an evaluation or a checkpoint. What follows its last turn waits for that. So no more than one thread has
+collectives, metrics and the model at a time.
 
-The first rollout is waited for. Each later one has taken off with the adapter that the rollout before it was then
-trained on: it is one rollout old. Importance weights are of the present adapter over the one that sampled. They correct
-for its age as they do for rounding, and the loss clips as it does without. (TRL's AsyncGRPO puts the sampled
-log-probabilities into the clipped ratio instead. The weight of a token then also decides whether it is learned from.)
+Each rollout but the first is one rollout old. Importance weights are of the present adapter over the one that sampled,
+and the loss clips as it does without. (TRL's AsyncGRPO puts the sampled log-probabilities into the clipped ratio.)
 Source: J. Hilton et al., Batch size-invariance for policy optimization (2022), the decoupled objective; W. Fu et al.,
 AReaL (2025).
 
-How far engine and trainer differ for one and the same adapter is measured on the first group of each rollout, by a
-forward with the adapter that sampled.
+How far engine and trainer differ for one adapter is measured on the first group, with the adapter that sampled.
 """
 
 import copy
@@ -99,11 +96,9 @@ def _settle(future: "Future[Any]", function: Callable[[], Any]) -> None:
 
 @dataclass(frozen=True)
 class Landed:
-    """Hold a rollout that has yet to be trained on.
+    """Hold a rollout that has yet to be trained on: TRL's batch, and the metrics and completions that it has logged.
 
-    ``batch`` is TRL's. ``logged`` are the metrics and ``table`` the completions that it has logged. ``mismatch`` are
-    the sums of the comparison of engine and trainer. ``sampled_after`` is the number of rollouts that the adapter had
-    learnt from.
+    ``mismatch`` compares engine and trainer. ``sampled_after`` is how many rollouts the adapter had learnt from.
     """
 
     begun: Begun

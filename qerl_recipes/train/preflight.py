@@ -1,8 +1,7 @@
 """Describe a run once, before anything loads: what engine, model and trainer are built from has been checked here.
 
-There are two moments. ``check`` refuses what can be refused without the model: keys, machine, data, rewards, the
-adapter to start from, GPU memory. ``settle`` needs the model's folder, which may be downloaded, and the lock on the
-run's output folder; it refuses what else does not fit and finds the checkpoint to resume from.
+``check`` refuses what can be refused without the model. ``settle`` needs the model's folder, which may be downloaded,
+and the lock on the run's output folder; it refuses what else does not fit.
 """
 
 import json
@@ -94,11 +93,8 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
 
     ``gpu`` is the GPU that the memory is planned for; None makes no plan. Replaces ``recompute_layers: -1`` and
     ``pack_tokens: -1`` in ``training`` by the numbers that the plan settles on, or without one by None and FAST_TOKENS.
-    Reading the data set may download it.
-
-    Raises ConfigError (a ValueError) with one line for each thing that is wrong. Such things are a key that cannot be
-    honoured, an unknown reward, data set, schedule or engine, a missing column, or a checkpoint that does not fit the
-    arm. Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
+    Reading the data set may download it. Raises ConfigError with one line for each thing that is wrong, and ValueError
+    for a run that does not fit the GPU.
     """
     problems = [*checks.problems(script, training, model), *server_problems(training), *unknown_names(training)]
     problems += lacking(training, model)

@@ -32,13 +32,9 @@ if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has
 def main(argv: Sequence[str]) -> None:
     """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
 
-    Everything that can be refused is refused before the model loads. The adapter is saved in ``<output_dir>/adapter``,
-    checkpoints beside it, and the held-out problems as held_out.jsonl if `qerl evaluate` needs them. SIGTERM
-    ends the run after the step in progress, with a checkpoint where one may be taken.
-    SIGINT (Ctrl-C) ends the run at once and says what is kept. ``--help`` prints the keys.
-
-    Raises ValueError or a subclass for what cannot be honoured and for a run that does not fit the GPU. Raises
-    OutOfMemory if the GPU's memory runs out all the same, SystemExit(143) after SIGTERM, SystemExit(130) after SIGINT.
+    Everything that can be refused is refused before the model loads, by a ValueError. SIGTERM ends the run after the
+    step in progress, with a checkpoint where one may be taken, and SystemExit(143). SIGINT (Ctrl-C) ends it at once,
+    says what is kept, and raises SystemExit(130).
     """
     prepare()
     training, times = None, StartTimes()
@@ -179,8 +175,7 @@ def assemble(
 ) -> "QerlGRPOTrainer":
     """Build engine, model and trainer on the folder ``base``, in this order: the model may share the engine's weights.
 
-    ``adapter`` describes the adapter that is trained, and ``start`` is the folder of one to continue from. ``times``
-    notes how long the parts take. ``trainer_arguments`` are QerlGRPOTrainer's. If a part fails, the engine is shut.
+    ``start`` is the folder of an adapter to continue from. If a part fails, the engine is shut.
     """
     warm_compiler()
     from peft import PeftModel

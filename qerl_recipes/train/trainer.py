@@ -53,16 +53,9 @@ from qerl_recipes.train.turns import TurnsTrainer
 class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback):
     """Train the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
 
-    It learns from completions that its own policy has sampled. ``noise_mode`` is one of four:
-
-    * ``none``: no noise.
-    * ``engine``: noise in the engine alone, importance weights of 1, as in the paper.
-    * ``engine_is``: noise in the engine alone, with importance weights.
-    * ``both``: the same noise in engine and trainer, so that the policy that samples is the one that learns.
-
-    The mean difference between the log-probabilities of trainer and engine is measured in every mode.
-
-    Where transformers' loop has no method to override, the trainer is its own callback (``on_step_end`` and others).
+    It learns from completions that its own policy has sampled; the key ``noise_mode`` says on which side they have
+    noise. The mean difference between the log-probabilities of trainer and engine is measured in every mode. Where
+    transformers' loop has no method to override, the trainer is its own callback.
     """
 
     _logs: dict[str, Any]
@@ -87,12 +80,10 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
     ) -> None:
         """Set up the trainer; ``train.preflight`` has refused combinations of ``args`` that cannot run.
 
-        ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``engine`` serves
-        the same base. ``run`` and ``recipe`` are what checkpoints record of the run and of its recipe; the default of
-        ``recipe`` is ``recorded(args)``. ``tools``, ``environment_factory`` and ``rollout_func`` are TRL's; rewards and
-        data may be None where the environments have their own.
-
-        Raises ValueError for tools or environments that this engine or these prompts cannot take.
+        ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from; ``engine`` serves
+        the same base. ``run`` and ``recipe`` are what checkpoints record. Rewards and data may be None where
+        environments have their own. Raises ValueError for tools or environments that this engine or these prompts
+        cannot take.
         """
         if tools or environment_factory:
             check_turns(engine, train_dataset)

@@ -165,10 +165,7 @@ class TurnsTrainer(GRPOTrainer):
         return for_trl(self._episodes)
 
     def _note_ends(self, scored: dict[str, Any], logged: dict[str, list[float]]) -> None:
-        """Log turns and how many completions were cut off, which TRL cannot tell; mask those if the recipe says so.
-
-        ``scored`` is TRL's batch of completions, and ``logged`` are its metrics.
-        """
+        """Log turns and how many completions were cut off, which TRL cannot tell; mask those if the recipe says so."""
         if not self.tools and not metrics.has_stops(self.args.generation_kwargs or {}):
             return
         ends, gather = {*self.eos_token_ids, self._tokenizer.pad_token_id}, self.accelerator.gather
