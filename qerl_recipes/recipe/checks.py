@@ -54,6 +54,7 @@ NEEDS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "dynamic_sampling_max_rounds": ("dynamic_sampling", None),
     "noise_schedule": ("noise_mode", ("engine", "engine_is", "both")),
     "eval_steps": ("eval_strategy", ("steps",)),
+    "gradient_checkpointing_kwargs": ("gradient_checkpointing", None),
     "num_completions_to_print log_unique_prompts": ("log_completions", None),
 }
 # optimizers that read optim_args -> the names that they know; a weight_decay there would lose to the key
@@ -382,6 +383,12 @@ def _optimization(training: GRPOConfig) -> Iterator[str]:
             is_value = False
         if name not in known or not is_value:
             yield f"optim_args: optim: {optim} does not read {pair}; {instead}"
+    recomputes, known = training.gradient_checkpointing_kwargs or {}, {"use_reentrant", "preserve_rng_state"}
+    if not isinstance(recomputes, dict) or recomputes.keys() - known or {*map(type, recomputes.values())} - {bool}:
+        yield (
+            f"gradient_checkpointing_kwargs: {recomputes!r} cannot be honoured; it takes use_reentrant and "
+            "preserve_rng_state, true or false; recompute_layers says in how many blocks"
+        )
     given, default = (config.to_dict() for config in (training.accelerator_config, type(training.accelerator_config)()))
     if changed := sorted(name for name, value in given.items() if value != default[name] and name != "non_blocking"):
         yield (

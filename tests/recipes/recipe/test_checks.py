@@ -101,6 +101,9 @@ REFUSED = [
     ("--optim sgd --optim_args nesterov=true,lr=1", "optim_args: optim: sgd does not read lr=1; it reads moment"),
     ("--optim sgd --optim_args momentum", "optim: sgd does not read momentum; it reads momentum, dampening, nest"),
     ('--accelerator_config {"split_batches":true}', "accelerator_config: split_batches would cut a rollout otherwise"),
+    ('--gradient_checkpointing_kwargs {"every_n_layers":2}', "{'every_n_layers': 2} cannot be honoured; it takes use_"),
+    ('--gradient_checkpointing_kwargs {"use_reentrant":"no"}', "{'use_reentrant': 'no'} cannot be honoured; it takes"),
+    ("--gradient_checkpointing_kwargs [1]", "gradient_checkpointing_kwargs: '[1]' cannot be honoured; it takes"),
     ("--do_train false", "do_train: 'false' cannot be honoured; qerl train always trains; remove the key"),
     ("--average_tokens_across_devices false", "average_tokens_across_devices: False cannot be honoured; the loss is"),
     # a server
@@ -193,6 +196,7 @@ def test_keys_that_cannot_run_are_refused_by_name(flags, message):
         "--save_steps 0.5",
         "--optim sgd --optim_args momentum=0.9,nesterov=true",
         '--accelerator_config {"non_blocking":true}',
+        '--gradient_checkpointing_kwargs {"use_reentrant":true}',
         "--eval_on_start true --eval_strategy epoch",
         "--do_eval true --eval_strategy steps --eval_steps 2",
         "--vllm_mode server --vllm_server_timeout 0.1",
@@ -272,6 +276,10 @@ def test_a_server_is_found_under_trls_key(flags, address):
             ["vllm_importance_sampling_clip_max: 3.0 has no effect with vllm_importance_sampling_correction: False"],
         ),
         ("--loss_type cispo --epsilon_high 5", []),
+        (
+            '--gradient_checkpointing false --gradient_checkpointing_kwargs {"use_reentrant":true}',
+            ["gradient_checkpointing_kwargs: {'use_reentrant': True} has no effect with gradient_checkpointing: False"],
+        ),
     ],
 )
 def test_keys_without_effect_are_named(flags, lines):
