@@ -47,7 +47,7 @@ def conduct(
         folder, rows = table.parent, read_table(table)
         refuse_other_plan(study, rows, table)
     else:
-        folder = folder or Path("runs/studies") / file.stem
+        folder = folder or _default(file)
         try:
             if not run(study, folder, jobs=jobs, minutes=minutes, table=finished):
                 print(STOPPED, file=sys.stderr)
@@ -62,13 +62,19 @@ def conduct(
                 raise
             raise StudyError(f"{error}; and {failure}") from error
         write_table(rows, folder / TABLE)
-    _write_page(study, rows, final(rows, study.target_reward), file, folder)
+    _write_page(study, rows, final(rows, study.target_reward), file, folder, finished)
     if failure is not None:
         raise failure
     return folder / "README.md"
 
 
-def _write_page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Path, folder: Path) -> pd.DataFrame:
+def _default(file: Path) -> Path:
+    return Path("runs/studies") / file.stem
+
+
+def _write_page(
+    study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Path, folder: Path, finished: Path | None = None
+) -> pd.DataFrame:
     """Write page, plot and tables of a study into ``folder``, and return its comparisons."""
     found = compared(study, values)
     tables = {pages.COMPARISONS: found, pages.CONFIGURATIONS: by_arm(study, rows, values)}
@@ -77,7 +83,9 @@ def _write_page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Pa
             continue
         write_text(folder / name, content.to_csv(index=False, float_format="%.5g", lineterminator="\n"))
     pages.draw(study, rows, values, folder / pages.CURVES)
-    write_text(folder / "README.md", pages.page(study, rows, values, found, file))
+    output = [] if folder in (_default(file), beside(file).parent) else ["--output", str(folder)]
+    given = output if finished is None else [*output, "--finished", str(finished)]
+    write_text(folder / "README.md", pages.page(study, rows, values, found, file, *given))
     return found
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +25,8 @@ OF_CLAIMS = (
 )
 
 
-def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path) -> str:
-    """Return the page of a study with its comparisons ``found``: question, answer, one table, one plot, commands."""
+def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path, *options: str) -> str:
+    """Return the page of a study run with ``options``: question, answer, table of the ``found``, plot, commands."""
     title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
     lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
     # reward and judge read the last number of an answer that does not end all the same
@@ -45,7 +46,7 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
         "",
         " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
         *([named_cut] if named_cut else []),
-        f"{tables}. Repeat: `qerl study {file}`.",
+        f"{tables}. Repeat: `{shlex.join(['qerl', 'study', str(file), *options])}`.",
     ]
     return "\n".join(lines) + "\n"
 

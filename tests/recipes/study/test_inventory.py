@@ -168,7 +168,8 @@ def test_a_run_is_what_its_folder_says(published):
 def test_the_runs_of_a_table_are_not_made_again(published, trained, finish, tmp_path, monkeypatch):
     plan, file, missing = published
     out, table = tmp_path / "out", tmp_path / "out" / inventory.TABLE
-    conduct(Path("study.yaml"), out, finished=file)
+    page = conduct(Path("study.yaml"), out, finished=file).read_text()
+    assert page.endswith(f"Repeat: `qerl study study.yaml --output {out} --finished {file}`.\n")
     assert sorted(trained) == sorted(missing) and missing
     before, after = (inventory.read_table(path) for path in (file, table))
     new = pd.concat([before, after]).drop_duplicates(keep=False)
@@ -176,7 +177,8 @@ def test_the_runs_of_a_table_are_not_made_again(published, trained, finish, tmp_
         *missing
     }
     trained.clear()
-    conduct(Path("study.yaml"), out)  # the next call finds them without the option
+    page = conduct(Path("study.yaml"), out).read_text()  # the next call finds them without the option
+    assert f"--output {out}`" in page
     assert trained == [] and inventory.read_table(table).equals(after)
     finish(first_runs(plan)[0], out, 0.99)  # the table's value counts
     assert inventory.collect(plan, out).sort_values(inventory.COLUMNS, ignore_index=True).equals(after)
