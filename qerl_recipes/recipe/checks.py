@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from qerl_recipes.recipe import drafts
 from qerl_recipes.recipe.configs import SERVER, WANDB, GRPOConfig, ModelConfig, ScriptArguments
@@ -55,6 +55,7 @@ NEEDS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "noise_schedule": ("noise_mode", ("engine", "engine_is", "both")),
     "eval_steps": ("eval_strategy", ("steps",)),
     "gradient_checkpointing_kwargs": ("gradient_checkpointing", None),
+    "lr_scheduler_kwargs warmup_steps": ("lr_scheduler_type", (*{*SchedulerType} - {SchedulerType.CONSTANT},)),
     "num_completions_to_print log_unique_prompts": ("log_completions", None),
 }
 # optimizers that read optim_args -> the names that they know; a weight_decay there would lose to the key
@@ -383,10 +384,10 @@ def _optimization(training: GRPOConfig) -> Iterator[str]:
             is_value = False
         if name not in known or not is_value:
             yield f"optim_args: optim: {optim} does not read {pair}; {instead}"
-    recomputes, known = training.gradient_checkpointing_kwargs or {}, {"use_reentrant", "preserve_rng_state"}
-    if not isinstance(recomputes, dict) or recomputes.keys() - known or {*map(type, recomputes.values())} - {bool}:
+    recomputing = training.gradient_checkpointing_kwargs or {}
+    if {*recomputing} - {"use_reentrant", "preserve_rng_state"} or {*map(type, recomputing.values())} - {bool}:
         yield (
-            f"gradient_checkpointing_kwargs: {recomputes!r} cannot be honoured; it takes use_reentrant and "
+            f"gradient_checkpointing_kwargs: {recomputing} cannot be honoured; it takes use_reentrant and "
             "preserve_rng_state, true or false; recompute_layers says in how many blocks"
         )
     given, default = (config.to_dict() for config in (training.accelerator_config, type(training.accelerator_config)()))

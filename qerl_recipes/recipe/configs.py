@@ -31,7 +31,7 @@ from qerl_recipes.recipe.file import (
 from qerl_recipes.recipe.generation import template_text
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, QUANTIZATIONS, refusals
 from qerl_recipes.recipe.script import ScriptArguments as ScriptArguments
-from qerl_recipes.recipe.script import refuse_below_1
+from qerl_recipes.recipe.script import mapping, refuse_below_1
 from qerl_vllm_plugin.noise import MAX_SIGMA
 from qerl_vllm_plugin.wire.address import shown
 
@@ -170,6 +170,8 @@ class GRPOConfig(trl.GRPOConfig):
                 self.chat_template = template_text(self.chat_template)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
+        for name in ("generation", "chat_template", "lr_scheduler", "gradient_checkpointing"):
+            setattr(self, f"{name}_kwargs", mapping(f"{name}_kwargs", getattr(self, f"{name}_kwargs")))
         named = batches.fill_in(self)
         try:
             super().__post_init__()

@@ -60,10 +60,10 @@ class ScriptArguments(trl.ScriptArguments):
     is_without_gpu: bool = field(default=False, init=False)  # set by parse: did the machine decide use_cpu?
 
     def __post_init__(self) -> None:
-        self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
+        self.dataset_kwargs = mapping("dataset_kwargs", self.dataset_kwargs)
         if not isinstance(self.environments, str) or self.environments.startswith("{"):
-            self.environments = _mapping("environments", self.environments)
-        self.environment_kwargs = _mapping("environment_kwargs", self.environment_kwargs)
+            self.environments = mapping("environments", self.environments)
+        self.environment_kwargs = mapping("environment_kwargs", self.environment_kwargs)
         self.system_prompt = self.system_prompt or None  # so that the flag --system_prompt "" removes a recipe's
         for name in ("dataset_size", "max_prompt_length"):
             refuse_below_1(self, name, "leave it out for no limit")
@@ -75,7 +75,7 @@ def refuse_below_1(arguments: Any, name: str, way_out: str) -> None:
         raise ConfigError(f"{name} must be at least 1, not {value}; {way_out}")
 
 
-def _mapping(name: str, value: Any) -> dict[str, Any] | None:
+def mapping(name: str, value: Any) -> dict[str, Any] | None:
     """Return a mapping of YAML, or of a flag's JSON text; None stays None. Raises ConfigError for anything else."""
     if isinstance(value, str):
         try:

@@ -103,7 +103,6 @@ REFUSED = [
     ('--accelerator_config {"split_batches":true}', "accelerator_config: split_batches would cut a rollout otherwise"),
     ('--gradient_checkpointing_kwargs {"every_n_layers":2}', "{'every_n_layers': 2} cannot be honoured; it takes use_"),
     ('--gradient_checkpointing_kwargs {"use_reentrant":"no"}', "{'use_reentrant': 'no'} cannot be honoured; it takes"),
-    ("--gradient_checkpointing_kwargs [1]", "gradient_checkpointing_kwargs: '[1]' cannot be honoured; it takes"),
     ("--do_train false", "do_train: 'false' cannot be honoured; qerl train always trains; remove the key"),
     ("--average_tokens_across_devices false", "average_tokens_across_devices: False cannot be honoured; the loss is"),
     # a server
@@ -277,8 +276,12 @@ def test_a_server_is_found_under_trls_key(flags, address):
         ),
         ("--loss_type cispo --epsilon_high 5", []),
         (
-            '--gradient_checkpointing false --gradient_checkpointing_kwargs {"use_reentrant":true}',
-            ["gradient_checkpointing_kwargs: {'use_reentrant': True} has no effect with gradient_checkpointing: False"],
+            '--gradient_checkpointing false --gradient_checkpointing_kwargs {"use_reentrant":true} '
+            "--lr_scheduler_type constant --warmup_steps 5",
+            [
+                "gradient_checkpointing_kwargs: {'use_reentrant': True} has no effect with gradient_checkpointing: ",
+                "warmup_steps: 5.0 has no effect with lr_scheduler_type: constant",
+            ],
         ),
     ],
 )

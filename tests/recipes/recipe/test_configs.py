@@ -256,6 +256,7 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
         ("- a\n- b\n", "must be a YAML mapping"),
         ("a: [\n", "not valid YAML"),
         ("dataset_kwargs: text\n", "dataset_kwargs must be a JSON mapping"),
+        ("generation_kwargs: 3\n", "generation_kwargs must be a mapping, not 3"),
         ("max_prompt_length: 0\n", "max_prompt_length must be at least 1"),
         ("chat_template: /no/such.jinja\n", "chat_template: '/no/such.jinja' is neither Jinja text nor a file with"),
         ("dynamic_sampling_metric: accuracy\n", "accuracy has no effect without dynamic_sampling: true"),
