@@ -32,6 +32,7 @@ START_PHASES = {  # methods of a worker that its start calls, in this order -> w
     "determine_available_memory": "memory profile",
     "compile_or_warm_up_model": "warm-up",
 }
+UNSTEADY = "Error in memory profiling. "  # an assertion of vLLM's begins so
 FIRST_THAT_COUNTS = Version("0.31")  # the first tested release of which counts_released_memory is true
 
 
@@ -186,6 +187,7 @@ def start_in_this_process(warm_up: "SamplingParams | None" = None) -> Iterator[d
     parameters there, which ask for every kernel: penalties, top-k, a grammar, banned words.
 
     Garbage is collected only where vLLM asks for it, and never among what was imported before the first engine.
+    Raises ValueError if another process changed the GPU's free memory while vLLM measured it.
     """
     from vllm import SamplingParams
     from vllm.model_executor.models import registry
@@ -226,6 +228,14 @@ def start_in_this_process(warm_up: "SamplingParams | None" = None) -> Iterator[d
             patch.object(SamplingParams, "for_sampler_warmup", lambda: warm_up or vllms_own()),
         ):
             yield seconds
+    except (AssertionError, RuntimeError) as error:  # the second of a worker in another process
+        _, is_unsteady, sizes = str(error).partition(UNSTEADY)
+        if is_unsteady:
+            raise ValueError(
+                f"another process gave memory back while vLLM measured this GPU ({sizes.partition('. This ')[0]}); say "
+                "how large the KV cache is: --kv_cache_memory_bytes, for qerl train --vllm_kv_cache_memory_bytes"
+            ) from error
+        raise
     finally:
         gc.enable()
     if not workers:
