@@ -4,9 +4,11 @@ Checkpoints are drawn on the GPU where there is one. The BF16 and the NVFP4 chec
 weights: the second is the first, rounded to nearest.
 """
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import string
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.files.whole_folder import locked
 from qerl_recipes.machine.environment import runs_on_cuda
+from qerl_recipes.machine.gpu import GB
 from qerl_recipes.model.shared import ARM
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU, ENGINE_QUANTIZATION
 from qerl_vllm_plugin.weights.checkpoint import CONFIG, INDEX
@@ -58,6 +61,7 @@ def start(
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder):  # arms may start at the same time
                 if not (folder / CONFIG).is_file():
+                    check_disk(config, folder.parent, {packed})
                     write(folder, config, packed=packed, seed=0, device="cuda" if torch.cuda.is_available() else "cpu")
                     torch.cuda.empty_cache()
         else:
@@ -121,6 +125,15 @@ def size(config: Mapping[str, Any], *, packed: bool) -> int:
     """Return the bytes of the checkpoint's tensors, the few of tensor scales left out."""
     each = {True: 1 / 2 + 1 / nvfp4.GROUP_SIZE, False: 2.0}
     return int(sum(prod(e.shape) * each[packed and e.linear] for e in _present(config).values()))
+
+
+def check_disk(config: Mapping[str, Any], folder: Path, kinds: set[bool]) -> None:
+    """Raise OSError if a temporary ``folder`` has no room for checkpoints that are packed (True) or in BF16 (False)."""
+    needed = sum(size(config, packed=packed) for packed in kinds)
+    free = shutil.disk_usage(folder).free
+    if needed > 0.95 * free:
+        message = f"{folder.parent} has {free / GB:.1f} GB free and the checkpoints take {needed / GB:.1f} GB; "
+        raise OSError(errno.ENOSPC, message + "name another folder with --scratch, or fewer arms")
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -10,10 +10,8 @@ weights before each rollout (``train_arm.FP8Rollouts``); the trainer is that of 
 With ``--config`` the recipe is one of ``qerl train``: only checkpoint, data, reward and output are the benchmark's.
 """
 
-import errno
 import importlib.util
 import json
-import shutil
 import statistics
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -216,6 +214,8 @@ def run(
     ``memory`` (bytes) limits what all processes together may hold of the GPU. An arm that fails is in the result with
     its reason. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
     """
+    from qerl_recipes.bench.random_model import check_disk
+
     work.check()
     gpu = installed_gpu()
     _check(arms, memory, gpu, work)
@@ -223,7 +223,7 @@ def run(
         if scratch is not None:
             scratch.mkdir(parents=True, exist_ok=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch)))
-        _check_disk(work, arms, folder)
+        check_disk(work.config(), folder, {arm == "qerl_nvfp4" for arm in arms})
         if memory is not None:
             stack.enter_context(ballast(memory))
         measured = {arm: _recipe(work, arm, gpu, memory) for arm in arms}
@@ -261,16 +261,6 @@ def _check(arms: Sequence[str], memory: int | None, gpu: Gpu | None, work: Workl
         raise ValueError("a limit of GPU memory needs a CUDA GPU; leave it out here")
     if memory is not None and gpu is not None and not 0 < memory <= gpu.memory:
         raise ValueError(f"the limit is {memory / GB:g} GB and the GPU has {gpu.memory / GB:.0f} GB")
-
-
-def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
-    from qerl_recipes.bench.random_model import size
-
-    needed = sum(size(work.config(), packed=packed) for packed in {arm == "qerl_nvfp4" for arm in arms})
-    free = shutil.disk_usage(folder).free
-    if needed > 0.95 * free:
-        message = f"{folder.parent} has {free / GB:.1f} GB free and the checkpoints take {needed / GB:.1f} GB; "
-        raise OSError(errno.ENOSPC, message + "name another folder with --scratch, or fewer arms")
 
 
 def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Figures:

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
+from qerl_recipes.bench import random_model
 from qerl_recipes.bench import train as bench_train
 from qerl_recipes.bench.train import PARTS, Workload, flags, parse_overrides, summarize
 from qerl_recipes.files import base_model
@@ -85,7 +86,10 @@ def test_other_stacks_make_whole_steps_on_a_cpu(tmp_path: Path) -> None:
 def test_checkpoints_too_large_for_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10_000_000_000}))
     with pytest.raises(OSError, match=r"10\.0 GB free and the checkpoints take 21\.1 GB"):
-        bench_train._check_disk(replace(TINY, shape="7B"), bench_train.ARMS, tmp_path)
+        random_model.check_disk(config_json("7B"), tmp_path, {True, False})
+    with pytest.raises(OSError, match=r"10\.0 GB free and the checkpoints take 15\.2 GB"):  # `qerl bench rollout`
+        random_model.start(config_json("7B"), length=8, sequences=1, scratch=tmp_path, quantization="bitsandbytes")
+    assert not list(tmp_path.glob("**/*.safetensors"))
 
 
 def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
