@@ -40,6 +40,7 @@ from qerl_recipes.train.dynamic_sampling import TOTAL
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
 IMAGES = {"image", "images"}  # columns from which TRL takes pictures
+TARGETS = "lora_target_modules"
 # recipe key -> key of adapter_config.json and PEFT's default
 ADAPTER_KEYS = {
     "lora_r": ("r", 8),
@@ -184,13 +185,14 @@ def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
     environments.refuse_failing_resets(checked.interaction, train, training.seed)
     base_name = base_model.written_name(name, model.model_revision, base)
     run = run_state.describe(training, base, train, base_name, None if start is None else start.sha256())
-    recipe, adapter = recorded(script, training, model), get_peft_config(model)
+    recipe, adapter, named_by = recorded(script, training, model), get_peft_config(model), TARGETS
     if start is not None:
         start.check_base(run.base_hash)
+        named_by = f"adapter_name_or_path {start.path}"
         if model.names_adapter:
-            _check_adapter(start, adapter.to_dict(), config, f"adapter_name_or_path {start.path}")
+            _check_adapter(start, adapter.to_dict(), config, named_by)
         adapter = LoraConfig.from_pretrained(str(start.path))
-    _adapted(adapter.to_dict(), config, "lora_target_modules")
+    _adapted(adapter.to_dict(), config, named_by)
     if resume is not None:
         run_state.check_continues(resume.state, run, resume.folder)
         saved = open_adapter(resume.folder)
@@ -375,12 +377,10 @@ def _check_adapter(
         for key, (name, default) in ADAPTER_KEYS.items()
         if expected.get(name, default) != existing.config.get(name, default)
     ]
-    wanted, trained = (_adapted(settings, config, source) for settings in (expected, existing.config))
+    wanted, trained = _adapted(expected, config, TARGETS), _adapted(existing.config, config, source)
     if wanted != trained:
         kinds = sorted({name.rpartition(".")[2] for name in trained})
-        differences.append(
-            f"lora_target_modules has {len(wanted)} layers and the adapter {len(trained)} ({', '.join(kinds)})"
-        )
+        differences.append(f"{TARGETS} has {len(wanted)} layers and the adapter {len(trained)} ({', '.join(kinds)})")
     if differences:
         raise ConfigError(
             f"{source}: {'; '.join(differences)}. Give these keys the adapter's values, name an adapter that has them "

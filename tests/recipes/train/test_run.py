@@ -52,10 +52,16 @@ def test_nothing_to_resume_from_is_refused(resume, message, write_recipe, no_bui
     assert not (tmp_path / "run").exists()
 
 
-def test_layers_that_the_model_lacks_are_refused_before_loading(write_recipe, no_build):
+def test_layers_that_the_model_lacks_are_refused_before_loading(write_recipe, no_build, tmp_path):
     recipe = write_recipe(lora_target_modules=["q_proj", "down_prj"])
     with pytest.raises(ConfigError, match="lora_target_modules: target_modules names 'down_prj', which is no linear"):
         train.main(["--config", recipe])
+    LoraConfig(target_modules=["q_prj"]).save_pretrained(tmp_path)
+    save_file({"model.q_prj.lora_A.weight": torch.ones(8, 8)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=f"adapter_name_or_path {tmp_path}: target_modules names 'q_prj', which is"):
+        train.main(["--config", write_recipe(), "--adapter_name_or_path", str(tmp_path)])
+    with pytest.raises(ConfigError, match="lora_target_modules: target_modules names 'down_prj', which is no linear"):
+        train.main(["--config", recipe, "--lora_target_modules", "down_prj", "--adapter_name_or_path", str(tmp_path)])
 
 
 def test_a_run_that_ended_in_mid_rollout_is_not_made_longer(write_recipe, no_build, tmp_path):
