@@ -7,14 +7,17 @@ transformers reads weights and chat template. The special tokens and the splitti
 over a part, are set from the file. GGUF files hold rounded weights, so the checkpoint is not the one released.
 """
 
+import functools
 import importlib.util
 import tempfile
 import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from tqdm import tqdm
 
 from qerl_recipes.files.whole_folder import whole_folder
 
@@ -56,7 +59,11 @@ def import_gguf(file: Path, destination: Path, *, overwrite: bool = False) -> Pa
     for key, values in known.items():
         if _value(reader, key) not in values:
             raise ValueError(f"{file}: {key} is {_value(reader, key)!r}; known are {', '.join(values)}")
-    with whole_folder(destination, overwrite=overwrite, proof="config.json") as folder:
+    on_a_terminal = functools.partialmethod(tqdm.__init__, disable=None)  # transformers' progress bars
+    with (
+        whole_folder(destination, overwrite=overwrite, proof="config.json") as folder,
+        patch.object(tqdm, "__init__", on_a_terminal),
+    ):
         _write_model(file, reader, folder)
         types = ", ".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
         card = CARD.format(name=_value(reader, "general.name"), types=types, file=file.name)

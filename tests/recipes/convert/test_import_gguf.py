@@ -65,9 +65,13 @@ def write_gguf(tmp_path):
 
 @pytest.mark.parametrize(("pre", "digits"), [("qwen2", ["1", "2"]), ("smollm", ["1", "2"])])
 @pytest.mark.parametrize("architecture", importing.ARCHITECTURES)
-def test_the_checkpoint_has_weights_and_special_tokens_of_the_file(architecture, pre, digits, write_gguf, tmp_path):
+def test_the_checkpoint_has_weights_and_special_tokens_of_the_file(
+    architecture, pre, digits, write_gguf, tmp_path, capfd
+):
     file, tensors = write_gguf(architecture, pre)
+    capfd.readouterr()
     folder = importing.import_gguf(file, tmp_path / "out")
+    assert "%|" not in capfd.readouterr().err, "a progress bar, and this is no terminal"
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (WORDS[0], WORDS[2], WORDS[0])
     assert model.generation_config.eos_token_id == model.config.eos_token_id == 258
