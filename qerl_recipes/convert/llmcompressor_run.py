@@ -4,7 +4,6 @@ llmcompressor 0.14 pins another compressed-tensors than vLLM does, so the two ca
 other one once, in the user's cache folder; the current environment stays as it is.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from qerl_recipes.files.whole_folder import locked
 from qerl_recipes.machine import processes
 from qerl_recipes.machine.gpu import VISIBLE, visible_names
 
@@ -50,11 +50,7 @@ def run(
 
 
 def environment() -> Path:
-    """Return the Python executable of the environment, which the first call makes.
-
-    The variable QERL_LLMCOMPRESSOR_PYTHON can name another one. Raise RuntimeError if that file is missing, or, with
-    the commands to run by hand, if the environment cannot be made, as without a network.
-    """
+    """Return the Python of QERL_LLMCOMPRESSOR_PYTHON, or of the environment, which the first call makes."""
     if path := os.environ.get("QERL_LLMCOMPRESSOR_PYTHON"):
         if not Path(path).is_file():
             raise RuntimeError(f"QERL_LLMCOMPRESSOR_PYTHON={path}: no such file; name a Python that has llmcompressor")
@@ -62,8 +58,7 @@ def environment() -> Path:
     folder = _folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
-    with (folder.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second `qerl quantize` waits for the first
+    with locked(folder.parent):  # a second `qerl quantize` waits for the first
         if not is_ready():
             shutil.rmtree(folder, ignore_errors=True)  # what an interrupted call left
             release = torch.__version__.partition("+")[0]
@@ -80,7 +75,6 @@ def environment() -> Path:
 
 
 def is_ready() -> bool:
-    """Return True if the environment has been made."""
     return (_folder() / ".ready").is_file()
 
 

@@ -18,7 +18,7 @@ from qerl_recipes.files.adapter import engine_rank
 from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.gpu import Gpu, gigabytes
 from qerl_recipes.memory import estimates, sizes
-from qerl_recipes.memory.estimates import Engine, MicroBatch
+from qerl_recipes.memory.estimates import BF16, FP32, Engine, MicroBatch
 from qerl_recipes.memory.micro_batches import Trained
 from qerl_recipes.memory.sizes import ModelSize, measure
 from qerl_recipes.model import shared
@@ -38,7 +38,6 @@ TOKENS_APART = 512  # numbers of tokens of a row that the plan tries differ by t
 # both, plans are within 4 % of what 15 of the 17 runs in kernels/results took, and within 5.2 % of the other two. All
 # runs but one reach MOST_SLACK, so of SLACK they only show that it is more than 0.2.
 SLACK, MOST_SLACK = 0.4, 1_500_000_000
-FP32, BF16 = 4, 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class Plan:
         return (self.engine + tokens * self.token) / self.gpu.memory
 
     def total(self, phase: str) -> int:
-        """Return the bytes held in ``phase``, which is ``rollout`` or ``training``."""
         return sum(getattr(part, phase) for part in self.parts)
 
     @property
@@ -88,7 +86,6 @@ class Plan:
 
     @property
     def worse_phase(self) -> str:
-        """Return the phase that needs more memory."""
         return max(PHASES, key=self.total)
 
     @property
@@ -96,7 +93,6 @@ class Plan:
         return self.peak <= self.gpu.memory and not self.problem
 
     def largest(self, phase: str, count: int = 3) -> list[Part]:
-        """Return the ``count`` largest parts of a phase, largest first."""
         held = [part for part in self.parts if getattr(part, phase)]
         return sorted(held, key=lambda part: -getattr(part, phase))[:count]
 

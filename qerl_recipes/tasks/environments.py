@@ -62,7 +62,6 @@ class Interaction:
         return bool(self.tools or self.environments)
 
     def resets(self) -> dict[str | None, Callable[..., Any]]:
-        """Return the ``reset`` of each environment, by name."""
         return {name: instances.reset for name, instances in self.environments.items()}
 
     def names(self, rows: Dataset) -> list[str | None]:
@@ -99,7 +98,6 @@ class Instances:
         return self._first
 
     def methods_of(self, instance: Environment) -> list[Tool]:
-        """Return the methods of an instance that are tools."""
         members = inspect.getmembers(self.kind, inspect.isfunction)
         return [getattr(instance, name) for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
 
@@ -111,38 +109,35 @@ def resolve(
     environments: Mapping[str, EnvironmentFactory],
     problems: list[str],
 ) -> Interaction:
-    """Return what the recipe's keys name, offered by a plugin or by dotted path; add to ``problems`` what is wrong.
+    """Return what the recipe's keys name, offered by a plugin or by dotted path; add to ``problems`` what is wrong."""
 
-    ``tool_seconds`` limits an environment's ``reset``, ``get_reward`` and, in another interpreter, each call.
-    """
-    functions = [function for name in script.tools for function in _tools(name, script, tools, problems)]
+    def noted(make: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return make(*given)
+        except ValueError as error:
+            problems.append(str(error))
+            return None
+
+    functions = [tool for name in script.tools for tool in noted(_tools, name, script, tools) or ()]
     named: Mapping[str | None, Any] = {} if script.environments is None else {None: script.environments}
     if isinstance(script.environments, dict):
         named = script.environments
-    makers = {name: _maker(name, path, script, tool_seconds, environments, problems) for name, path in named.items()}
-    found = {}
-    for name, make in makers.items():  # they have started together
-        if make is not None and (made := _instances(named[name], make, problems)) is not None:
-            found[name] = made
-    lacks_some = len(found) < len(named)
-    interaction = Interaction(functions, found, _rollout_func(script, problems), lacks_some)
+    makers = {name: noted(_maker, name, path, script, tool_seconds, environments) for name, path in named.items()}
+    # they have started together
+    made = {name: make and noted(_instances, named[name], make) for name, make in makers.items()}
+    found = {name: instances for name, instances in made.items() if instances is not None}
+    interaction = Interaction(functions, found, noted(_rollout_func, script), lacks_some=len(found) < len(named))
     problems += _schema_problems(interaction)
     return interaction
 
 
-def _tools(
-    name: str, script: ScriptArguments, offered: Mapping[str, ToolFactory], problems: list[str]
-) -> Iterator[Tool]:
-    try:
-        found = offered[name](script) if name in offered else imported("tools", name, "tools", offered)
-    except ValueError as error:
-        problems.append(str(error))
-        return
-    for tool in found if isinstance(found, Sequence) else [found]:
-        if inspect.isfunction(tool) or inspect.ismethod(tool):
-            yield tool
-        else:
-            problems.append(f"tools: {name} is not a function but {tool!r}")
+def _tools(name: str, script: ScriptArguments, offered: Mapping[str, ToolFactory]) -> Sequence[Tool]:
+    found = offered[name](script) if name in offered else imported("tools", name, "tools", offered)
+    tools = found if isinstance(found, Sequence) else [found]
+    for tool in tools:
+        if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
+            raise ConfigError(f"tools: {name} is not a function but {tool!r}")
+    return tools
 
 
 def _maker(
@@ -151,58 +146,48 @@ def _maker(
     script: ScriptArguments,
     tool_seconds: float | None,
     offered: Mapping[str, EnvironmentFactory],
-    problems: list[str],
-) -> Callable[[], Environment] | None:
-    """Return what makes one environment, in an interpreter that has been started; None with a line in ``problems``."""
+) -> Callable[[], Environment]:
+    """Return what makes one environment, in an interpreter that has been started."""
     options: Any = script.environment_kwargs or {}
     arguments: Any = options if name is None else options.get(name, {})
     if not isinstance(path, str) or not isinstance(arguments, dict):
         key, value = ("environments", path) if not isinstance(path, str) else ("environment_kwargs", arguments)
-        problems.append(f"{key}: {name} has {value!r}; write {{NAME: my_package.MyEnvironment}} and {{NAME: {{...}}}}")
-        return None
-    try:
-        if script.environment_python is not None:
-            return in_its_own_interpreter(script.environment_python, path, arguments, tool_seconds)
-        kind = offered[path](script) if path in offered else imported("environments", path, "environments", offered)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
-    if callable(kind):
-        return lambda: watched(kind(**arguments), path, tool_seconds)
-    problems.append(f"environments: {path} is not a class but {kind!r}")
-    return None
+        raise ConfigError(
+            f"{key}: {name} has {value!r}; write {{NAME: my_package.MyEnvironment}} and {{NAME: {{...}}}}"
+        )
+    if script.environment_python is not None:
+        return in_its_own_interpreter(script.environment_python, path, arguments, tool_seconds)
+    kind = offered[path](script) if path in offered else imported("environments", path, "environments", offered)
+    if not callable(kind):
+        raise ConfigError(f"environments: {path} is not a class but {kind!r}")
+    return lambda: watched(kind(**arguments), path, tool_seconds)
 
 
-def _instances(path: str, make: Callable[[], Environment], problems: list[str]) -> Instances | None:
-    """Return the instances of one environment; None if they cannot be had, which ``problems`` then says."""
+def _instances(path: str, make: Callable[[], Environment]) -> Instances:
     try:
         instances = Instances(make)
-    except ConfigError as error:
-        problems.append(str(error))
+    except ConfigError:
+        raise
     except Exception as error:  # whatever its constructor raises, or that it has no reset
-        problems.append(f"environments: {path} cannot be made ({type(error).__name__}: {error})")
-    else:
-        if inspect.isroutine(instances.reset) and not inspect.iscoroutinefunction(instances.reset):
-            return instances
-        problems.append(f"environments: reset of {path} is no plain method, which TRL calls before each episode")
-    return None
+        raise ConfigError(f"environments: {path} cannot be made ({type(error).__name__}: {error})") from error
+    if not inspect.isroutine(instances.reset) or inspect.iscoroutinefunction(instances.reset):
+        raise ConfigError(f"environments: reset of {path} is no plain method, which TRL calls before each episode")
+    return instances
 
 
-def _rollout_func(script: ScriptArguments, problems: list[str]) -> Callable[..., Mapping[str, Any]] | None:
+def _rollout_func(script: ScriptArguments) -> Callable[..., Mapping[str, Any]] | None:
     if script.rollout_func is None:
         return None
+    function = imported("rollout_func", script.rollout_func)
     try:
-        function = imported("rollout_func", script.rollout_func)
         inspect.signature(function).bind([], None)
-    except ConfigError as error:
-        problems.append(str(error))
-    except (TypeError, ValueError):
-        problems.append(f"rollout_func: {script.rollout_func} does not take (prompts, trainer), which TRL gives it")
-    else:
-        if not inspect.iscoroutinefunction(function):
-            return function
-        problems.append(f"rollout_func: {script.rollout_func} is async, and TRL does not await it")
-    return None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"rollout_func: {script.rollout_func} does not take (prompts, trainer), which TRL gives it"
+        ) from error
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"rollout_func: {script.rollout_func} is async, and TRL does not await it")
+    return function
 
 
 def _schema_problems(interaction: Interaction) -> Iterator[str]:

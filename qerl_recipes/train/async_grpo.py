@@ -68,10 +68,7 @@ def versions(header: str | None) -> tuple[int, int]:
 
 
 class QerlAsyncGRPOTrainer(AsyncGRPOTrainer):
-    """Train a LoRA adapter on the checkpoint folder ``model``; the other arguments are TRL's, without their transfers.
-
-    Raises ValueError for a second process, and for a server that lacks a token or a resident adapter.
-    """
+    """Train a LoRA adapter on the checkpoint folder ``model``; the other arguments are TRL's, without transfers."""
 
     def __init__(
         self, model: str | Path, *given: Any, args: AsyncGRPOConfig, peft_config: PeftConfig, **named: Any
@@ -91,7 +88,7 @@ class QerlAsyncGRPOTrainer(AsyncGRPOTrainer):
         if not torch.cuda.is_available():
             replaced["get_peak_flops_per_device"] = lambda *_: None  # TRL asks CUDA
         with mock.patch.multiple(async_grpo_trainer, **replaced):
-            transfer = _NoTransfer()
+            transfer = SimpleNamespace(init_weight_transfer=lambda: None, destroy=lambda: None)  # TRL's is not used
             super().__init__(str(model), *given, args=args, peft_config=peft_config, weight_transfer=transfer, **named)
         if self.accelerator.num_processes > 1:
             raise ValueError("AsyncGRPO on a server with /v1/qerl takes one trainer process; start one")
@@ -108,13 +105,6 @@ class QerlAsyncGRPOTrainer(AsyncGRPOTrainer):
         self.model_version = self._policy.swap(tensors, config, version=self.model_version + 1, requests="keep")
         self.rollout_worker.update_model_version(self.model_version)
         return t0, t0, t0
-
-
-class _NoTransfer:
-    """Stand for TRL's transfer of weights, which is not used."""
-
-    def init_weight_transfer(self) -> None: ...
-    def destroy(self) -> None: ...
 
 
 def attention(

@@ -40,25 +40,15 @@ class Begun(NamedTuple):
     record: dict[str, float]
 
 
-class Worker(threading.Thread):
-    """Do one job after another, and end with the process.
-
-    All flights of a run are its jobs: the processes that an environment starts end with the thread that started them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="rollouts", daemon=True)
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        while True:
-            self.jobs.get()()
+def _work(jobs: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        jobs.get()()
 
 
 class Flight:
-    """Call ``roll_out`` in the thread of ``worker``, once ``fly`` is one of its jobs."""
+    """Call ``roll_out`` in the thread ``worker``, once ``fly`` is one of its jobs."""
 
-    def __init__(self, worker: Worker, roll_out: Callable[[], Any]) -> None:
+    def __init__(self, worker: threading.Thread, roll_out: Callable[[], Any]) -> None:
         self._worker, self._roll_out = worker, roll_out
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Future[Any] = Future()
@@ -115,7 +105,10 @@ class Overlap:
     policy: Snapshot  # of the flight, a copy
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._worker = trainer, Worker()
+        self._trainer = trainer
+        # one thread for all flights: the processes that an environment starts end with the thread that started them
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=_work, args=[self._jobs], name="rollouts", daemon=True)
         self._worker.start()
         self.flight: Flight | None = None
         self._begun: tuple[Begun, int] | None = None  # of the flight, with sampled_after
@@ -154,7 +147,7 @@ class Overlap:
             return trainer.roll_out(rows)
 
         self.flight = Flight(self._worker, roll_out)
-        self._worker.jobs.put(self.flight.fly)  # now: the thread looks for its flight
+        self._jobs.put(self.flight.fly)  # now: the thread looks for its flight
 
     def _rows(self, rollout: int) -> list[dict[str, Any]]:
         """Return the prompts that the data loader of this process will yield for a rollout still to come."""
@@ -167,10 +160,6 @@ class Overlap:
         share = args.generation_batch_size // trainer.accelerator.num_processes
         first = place * repeated + trainer.accelerator.process_index * share
         return [dict(trainer.train_dataset[row]) for row in itertools.islice(sampler, first, first + share)]
-
-    def in_main(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call ``function`` in the main thread, from a flight once it lands."""
-        return function(*given) if self.flight is None else self.flight.in_main(lambda: function(*given))
 
     def land(self) -> None:
         """Wait for a flight, if there is one, and score it; server, environments and model are free then."""

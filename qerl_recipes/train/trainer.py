@@ -42,6 +42,7 @@ from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.episodes import check_turns
 from qerl_recipes.tasks import rewards
+from qerl_recipes.tasks.environments import Starts
 from qerl_recipes.train import divergence, dynamic_sampling, loss, metrics
 from qerl_recipes.train.checkpoints import SavingTrainer
 from qerl_recipes.train.overlap import Begun, Overlap
@@ -133,7 +134,7 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         self.judged, self.frac_reward_zero_std = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(self.train_dataset), args.seed)
         self._run, self._recipe, self._began = run, recorded(args) if recipe is None else dict(recipe), time.monotonic()
-        self._sampler = None
+        self._sampler, self.starts = None, Starts(args.seed)
         self.overlap = Overlap(self) if args.overlap else None
         self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress
         self._rollout_record: dict[str, float] = {}  # what each step's line says of its rollout
@@ -145,7 +146,6 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         set_seed(args.seed, device_specific=True)
 
     def rollouts(self) -> int:
-        """Return the number of rollouts in the whole run."""
         return math.ceil(self.state.max_steps / self.steps_per_rollout)
 
     # 1: prompts
@@ -170,11 +170,6 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
     @_last_loaded_step.setter
     def _last_loaded_step(self, step: int) -> None:
         self._loaded_step = step
-
-    @property
-    def rollout_seconds(self) -> float:
-        """Return the seconds of this step that went into generating and scoring."""
-        return self._values.rollout_seconds
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         began = time.perf_counter()
@@ -262,7 +257,8 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
         self.vllm_importance_sampling_correction = not self.model.training
 
     def _in_main(self, function: Callable[..., Any], *given: Any) -> Any:
-        return function(*given) if self.overlap is None else self.overlap.in_main(function, *given)
+        flight = None if self.overlap is None else self.overlap.flight
+        return function(*given) if flight is None else flight.in_main(lambda: function(*given))
 
     def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return ``batch`` with its groups without signal replaced, and log what that took."""
@@ -329,7 +325,6 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
             metrics.warn_if_noise_ends_early(self._schedule, self.rollouts(), self.args)
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Begin to note the values of a step."""
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
         self._values = metrics.StepValues(time.perf_counter(), self._get_learning_rate(), logged)
 

@@ -32,6 +32,7 @@ class TurnsTrainer(GRPOTrainer):
 
     args: GRPOConfig
     vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
+    starts: Starts  # gives the environments of a group the same seed, and is opened anew for each rollout
     _episodes: Sequence[Episode] = ()  # of the last batch
     _tool_masks: Sequence[Sequence[int]] | None = None  # of the same: 1 where the policy sampled the token
     _has_told_room = False
@@ -53,11 +54,6 @@ class TurnsTrainer(GRPOTrainer):
             self._turns.close()
         return output
 
-    @functools.cached_property
-    def starts(self) -> Starts:
-        """Return what gives the environments of a group the same seed; it is opened anew for each rollout."""
-        return Starts(self.args.seed)
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.environment_factories is not None:
             resets = {name: pool[0].reset for name, pool in self._environment_pool.items()}
@@ -78,10 +74,7 @@ class TurnsTrainer(GRPOTrainer):
         return ids, *others
 
     def _check_room(self, longest: int) -> None:
-        """Raise ValueError if a prompt of ``longest`` tokens leaves no room; warn once if it leaves too little.
-
-        How much text an environment adds is not known before its episodes begin.
-        """
+        """Raise ValueError if a prompt of ``longest`` tokens leaves no room; warn once if it leaves too little."""
         engine = self.vllm_generation
         assert isinstance(engine, TakesTurns)
         room = engine.longest - longest
