@@ -155,12 +155,7 @@ def ended_cleanly() -> Iterator[None]:
 
 @contextmanager
 def serving(
-    model: str,
-    options: Sequence[str],
-    rank: int,
-    log: Path,
-    *,
-    environment: Mapping[str, str] | None = None,
+    model: str, options: Sequence[str], rank: int, log: Path, *, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple["ServerProcess", str]]:
     """Start a server of ``model`` with a resident adapter, and yield it with its token."""
     from qerl_recipes.machine.serve import command, started

@@ -47,9 +47,6 @@ def options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
         "fp8": {"quantization": FP8},
         "stock_nvfp4": {"linear_backend": "marlin", "moe_backend": "marlin"},
         "stock_nvfp4_humming_slots": HUMMING,
-        "qerl_nvfp4_slots_marlin": {
-            "quantization": "qerl_nvfp4",
-            "additional_config": {"qerl": {"kernel": "marlin"}},
-        },
+        "qerl_nvfp4_slots_marlin": {"quantization": "qerl_nvfp4", "additional_config": {"qerl": {"kernel": "marlin"}}},
     }
     return {**slots, **own[arm]}

@@ -43,10 +43,7 @@ CHARACTERS = string.ascii_letters + string.digits  # each a token, whichever cla
 def start(
     config: Mapping[str, Any], *, length: int, sequences: int, scratch: str | Path | None = None, **options: Any
 ) -> "LLM":
-    """Start an engine with the model of ``config`` (a config.json), for prompts of token ids.
-
-    vLLM needs files for a mixture under qerl_nvfp4, and for bitsandbytes: a later call finds them in ``scratch``.
-    """
+    """Start an engine with the model of ``config`` (a config.json); files that vLLM needs stay in ``scratch``."""
     from vllm import LLM
 
     defaults: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True, "load_format": "dummy"}

@@ -33,7 +33,6 @@ class Case(NamedTuple):
 
     @property
     def outputs(self) -> Sequence[int]:
-        """Return the number of sampled tokens of each sequence."""
         return self.lengths or [self.output] * self.batch
 
 
@@ -50,12 +49,10 @@ def make_cases(batch: Sequence[int], input_len: Sequence[int], output_len: Seque
 
 
 def longest(cases: Sequence[Case]) -> int:
-    """Return the tokens of the longest sequence."""
     return max(case.input + case.output for case in cases)
 
 
 def most_sequences(cases: Sequence[Case]) -> int:
-    """Return how many sequences are computed at a time at most."""
     return max(*(case.batch for case in cases), PREFILLED)
 
 
@@ -65,10 +62,7 @@ def prefill(cases: Sequence[Case]) -> Case:
 
 
 def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None]:
-    """Start the engine, and note its memory and start time; return the function that times one repeat of a case.
-
-    Of an order it reads ``case``, its ``number`` and ``repeat``, from which the prompts follow.
-    """
+    """Start the engine, note its memory and start time, and return the function that times one repeat of a case."""
     began = time.perf_counter()
     from qerl_recipes.rollout import sampling as completions
 

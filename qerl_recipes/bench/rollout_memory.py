@@ -27,11 +27,7 @@ TOKENS_AT_ONCE = 16384  # vLLM's max_num_batched_tokens, on a GPU of 70 GiB or m
 
 
 def plan(shape: str, requests: Mapping[str, Figures], cases: Sequence[Case]) -> dict[str, Figures]:
-    """Return, for each arm by its name, the arguments of ``vllm.LLM`` that say how much memory it has.
-
-    There are none on a CPU, where VLLM_CPU_KVCACHE_SPACE says it. Raises ValueError, with the bytes of each, for arms
-    that do not fit on the GPU together.
-    """
+    """Return what says to ``vllm.LLM`` how much memory each arm has; raise ValueError if they do not fit together."""
     gpu, size = installed_gpu(), measure(config_json(shape))
     if gpu is None:
         return {name: {} for name in requests}

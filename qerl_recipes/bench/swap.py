@@ -34,10 +34,7 @@ def run(
     tensor_parallel_size: int = 1,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every transport, print the figures, and write them to ``output`` as JSON.
-
-    Raises ValueError for what is unknown or needs a GPU, and ArmFailedError if the engine's process fails.
-    """
+    """Measure every transport, print the figures, and write them to ``output`` as JSON."""
     check_shape(shape)
     check_gpus(tensor_parallel_size)
     if unknown := [name for name in transports if name not in TRANSPORTS] or not transports:
@@ -158,10 +155,7 @@ def _changes(
 def _spread(
     change: Callable[[], object], parts: Callable[[], dict[str, float]], before: Callable[[], object] | None = None
 ) -> Figures:
-    """Return the median, least and most seconds of a change, and the median of each of its ``parts``.
-
-    ``before`` is called before each change and is not timed. The part "device" is the wait for the GPU at the end.
-    """
+    """Return median, least and most seconds of a change, and the median of each part; "device" waits for the GPU."""
     import pandas as pd
     import torch
 

@@ -109,12 +109,10 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences of a step."""
         return self.groups * self.generations
 
     @property
     def length(self) -> int:
-        """Return the tokens of a sequence."""
         return self.prompt + self.completion
 
     def config(self) -> dict[str, Any]:
@@ -264,11 +262,7 @@ def _check(arms: Sequence[str], memory: int | None, gpu: Gpu | None, work: Workl
 
 
 def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Figures:
-    """Return an arm's recipe and, on a GPU with the engine's share in it, the bytes that its sequences should take.
-
-    Nothing is allocated. ``memory`` is the limit, which decides what ``recompute_layers: -1`` and ``pack_tokens: -1``
-    mean. A recipe's own share of the engine stays.
-    """
+    """Return an arm's recipe, on a GPU with the engine's share, and the bytes that it should take within ``memory``."""
     if arm == TRL:
         return _trl_recipe(work, gpu, memory)
     if gpu is None:

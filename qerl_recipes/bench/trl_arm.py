@@ -43,7 +43,6 @@ class TimedTRLSteps(TimedSteps):
         return {"logp_diff_mean": None}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Figures, **kwargs: Any) -> None:
-        """Take over TRL's metrics of the step that has ended."""
         if "train_runtime" not in logs:  # of the whole training, at its end
             self.answers[-1]["metrics"] = {name: logs[of_trl] for name, of_trl in METRICS.items() if of_trl in logs}
 

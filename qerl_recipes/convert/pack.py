@@ -40,11 +40,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors of a checkpoint that become NVFP4, and those that do not.
-
-    ``linears`` maps each packed module to the name of the group whose tensor scale it shares. ``ignore`` names the
-    linear layers that stay in BF16. ``parameters`` are the names of the model class's parameters.
-    """
+    """Say which modules become NVFP4, each with the group whose tensor scale it shares, and which linears do not."""
 
     linears: Mapping[str, str]
     ignore: tuple[str, ...]

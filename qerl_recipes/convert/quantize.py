@@ -40,7 +40,6 @@ class QuantizeReport:
     hub: str | None = None  # the hub's model that `--quantization qerl_nvfp4` rounds to these weights while loading it
 
     def write(self, folder: Path) -> None:
-        """Write the report into a checkpoint, as quantize_report.json."""
         (folder / "quantize_report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def print(self, console: Console | None = None) -> None:

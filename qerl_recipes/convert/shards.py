@@ -36,7 +36,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -22,10 +22,7 @@ from qerl_vllm_plugin.noise import seed_of
 
 @dataclass(frozen=True)
 class Judged:
-    """One problem with its prompt, its gold answer and the policy's judged answers.
-
-    ``cut`` says which ended at the length limit, and ``vote`` whether the majority answer is right.
-    """
+    """Hold one problem with its gold answer and the policy's judged answers; those ``cut`` ended at the limit."""
 
     problem: str
     prompt: str
@@ -46,11 +43,7 @@ class _Prompt(NamedTuple):
 def ask(
     llm: LLM, request: LoRARequest | None, benchmarks: Sequence[Benchmark], sampling: Sampling, label: str
 ) -> dict[str, list[Judged]]:
-    """Answer all problems with the policy that the engine serves now, and return the judged answers by benchmark.
-
-    ``label`` names the policy in the progress bar. Raises ValueError before anything is generated if a prompt leaves no
-    room for an answer, or if ``sampling`` asks for a chat template and there is none.
-    """
+    """Answer all problems with the policy that the engine serves now; ``label`` names it in the progress bar."""
     length, tokenizer = llm.llm_engine.model_config.max_model_len, llm.get_tokenizer()
     prompts = {benchmark.name: _prompts(benchmark.problems, tokenizer, sampling) for benchmark in benchmarks}
     samples = [(p, i) for of_benchmark in prompts.values() for p in of_benchmark for i in range(p.doc.num_samples)]

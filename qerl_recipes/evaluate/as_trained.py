@@ -130,17 +130,12 @@ def warmer_or_colder(sampling: Sampling, recipe: Mapping[str, Any]) -> list[str]
 
 
 def shown(value: Any) -> str:
-    """Return a value as text, cut to 100 characters."""
     text = str(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def command(run: str | Path, state: Mapping[str, Any]) -> str:
-    """Return the shell command that evaluates the run in the folder ``run``, whose qerl_state.json is ``state``.
-
-    The task tests what the run's data set teaches. Where none is known, or a run with tools left no problems, the words
-    TASKS and PROBLEMS.jsonl stand for them.
-    """
+    """Return the command that evaluates the run in ``run``; TASKS and PROBLEMS.jsonl stand for what is not known."""
     recipe = state.get("recipe") or {}
     words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
     words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks", _task_of(run, recipe)]

@@ -70,7 +70,6 @@ class Played:
 
     @property
     def share(self) -> float:
-        """Return the share of episodes that are a success."""
         return sum(self.right) / len(self.right)
 
 
@@ -91,16 +90,11 @@ class Task:
     limits: Mapping[str, Any]
 
     def digest(self) -> str:
-        """Return a SHA-256 hash of the problems, in order."""
         return hashlib.sha256(json.dumps(self.rows.to_list(), default=str, sort_keys=True).encode()).hexdigest()
 
 
 def prepare(evaluation: Evaluation, saved: AdapterFolder | None, folder: Path) -> list[Task]:
-    """Return the tasks of ``evaluation`` in which the policy acts; ``folder`` is the base, ``saved`` the adapter.
-
-    Raises ValueError, before the engine starts, for tools, environments, templates, problems and rewards that cannot be
-    used, for prompts that leave no room for an answer, and for a seed that nothing depends on.
-    """
+    """Return the tasks of ``evaluation`` in which the policy acts; raise ValueError for what cannot be played."""
     recipe = {} if saved is None else saved.recipe
     if evaluation.response_template is None:
         evaluation = evaluation.model_copy(update={"response_template": recipe.get("response_template")})
@@ -251,11 +245,7 @@ class _Engine:
 
 
 def play(llm: "LLM", request: "LoRARequest | None", task: Task, evaluation: Evaluation, label: str) -> list[Played]:
-    """Play ``evaluation.num_samples`` episodes on each problem with the policy that the engine serves now.
-
-    ``label`` names the policy in the progress bar. Raises ValueError for a reset that fails, for a prompt that leaves
-    no room once the environment has added to it, and for an infinite reward.
-    """
+    """Play ``evaluation.num_samples`` episodes on each problem with the policy that the engine serves now."""
     group, factories = evaluation.num_samples, list(task.interaction.environments.values())
     rows = [dict(row) for row in task.rows for _ in range(group)]
     starts = Starts(evaluation.seed or 0)

@@ -76,7 +76,6 @@ class Sampling(BaseModel):
     @field_validator(*JSON_OPTIONS, mode="before", check_fields=False)
     @classmethod
     def _json_object(cls, value: Any, info: Any) -> Any:
-        """Read an option that is given as JSON text."""
         try:
             content = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
@@ -87,11 +86,9 @@ class Sampling(BaseModel):
 
     @property
     def drawn_with(self) -> int | None:
-        """Return the sampling seed, or None for greedy decoding."""
         return None if self.temperature == 0 else self.seed or 0
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling options alone, by name."""
         return {name: getattr(self, name) for name in Sampling.model_fields}
 
 
@@ -143,17 +140,14 @@ class Evaluation(Sampling):
     @field_validator("tasks", mode="before")
     @classmethod
     def _as_list(cls, tasks: Any) -> Any:
-        """Split task names that are one text with commas."""
         return [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else tasks
 
     @property
     def episodes(self) -> list[str]:
-        """Return the tasks in which the policy acts, over several turns."""
         return [name for name in self.tasks if has_episodes(name)]
 
     @property
     def least_reward(self) -> float:
-        """Return the reward from which an episode is a success."""
         return 1.0 if self.success_at is None else self.success_at
 
     @classmethod
@@ -170,10 +164,7 @@ class Evaluation(Sampling):
             raise ValueError("; ".join(lines)) from error
 
     def checked(self) -> "Evaluation":
-        """Return this evaluation with the text of its chat template.
-
-        Raises ValueError for an unknown task, and for options that would be ignored.
-        """
+        """Return this evaluation with its template's text; raise ValueError for options that would be ignored."""
         check_tasks(self.tasks)
         template = None if self.chat_template is None else template_text(self.chat_template)
         is_greedy, has_no_template = self.temperature == 0, self.use_chat_template is False

@@ -79,7 +79,6 @@ class Settled:
 
     @property
     def policies(self) -> list[str]:
-        """Return the names of the policies that are judged, in order."""
         return ["base"] if self.saved is None else ["adapter"] if self.evaluation.adapter_only else ["base", "adapter"]
 
     def settings(self) -> dict[str, Any]:
@@ -176,11 +175,7 @@ def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 
 def settle(evaluation: Evaluation) -> Settled:
-    """Resolve the open choices of an evaluation, before vLLM is imported.
-
-    Raises ValueError as ``Evaluation.checked`` does, for a missing or damaged checkpoint or adapter, for one that
-    cannot be served on this base, and if lighteval or vLLM is not installed.
-    """
+    """Resolve the open choices of an evaluation, before vLLM is imported; raise ValueError for what cannot be done."""
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install '.[eval]' in a clone")

@@ -62,7 +62,6 @@ class Benchmark:
     vote: Vote
 
     def digest(self) -> str:
-        """Return a SHA-256 hash of the problems' texts and right answers, in order."""
         content = [(problem.query, problem.choices, problem.gold_index) for problem in self.problems]
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 

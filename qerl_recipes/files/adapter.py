@@ -93,11 +93,7 @@ class AdapterFolder:
 
 
 def open_adapter(folder: str | Path) -> AdapterFolder:
-    """Open the adapter in ``folder``, or the final adapter of the run whose output folder it is.
-
-    Raises ValueError for a damaged config or state, and for a folder without an adapter. In the latter case it names
-    the run's last checkpoint, if there is one.
-    """
+    """Open the adapter in ``folder``, or the final one of the run whose folder it is; raise ValueError for none."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file() and (folder / LAST / CONFIG).is_file():
         folder = folder / LAST

@@ -12,11 +12,7 @@ WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def local_folder(base: str | Path, revision: str | None = None) -> Path:
-    """Return the absolute folder of a checkpoint.
-
-    It is ``base`` itself, or the folder to which the hub's model of that id is downloaded. ``revision`` is a branch,
-    tag or commit of the hub; None is its main branch. Raises CheckpointError if there is neither.
-    """
+    """Return the absolute folder of a checkpoint, of a model id downloaded; raise CheckpointError for neither."""
     folder = Path(base)
     if folder.is_dir():
         return folder.absolute()

@@ -7,11 +7,7 @@ from typing import Any
 
 from qerl_recipes.files.adapter import NORMS, engine_rank
 
-WEIGHTS = {
-    "qerl_nvfp4": "NVFP4 (4-bit), frozen",
-    "bf16": "BF16, frozen",
-    "nf4": "NF4 (bitsandbytes, 4-bit), frozen",
-}
+WEIGHTS = {"qerl_nvfp4": "NVFP4 (4-bit), frozen", "bf16": "BF16, frozen", "nf4": "NF4 (bitsandbytes, 4-bit), frozen"}
 ADAPTER = """\
 ---
 {metadata}library_name: peft

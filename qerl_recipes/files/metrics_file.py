@@ -48,7 +48,6 @@ def requested_name(name: str) -> str:
 
 
 def with_current_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of the file under today's names."""
     return {current_name(name): value for name, value in record.items()}
 
 

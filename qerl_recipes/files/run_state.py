@@ -103,7 +103,6 @@ class State(Run):
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that a result depends on."""
     return installed(PACKAGES)
 
 

@@ -78,7 +78,6 @@ def examine() -> Report:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
     return next(iter(versions(DISTRIBUTIONS.get(package, (package,))).values()), None)
 
 

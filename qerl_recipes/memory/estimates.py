@@ -147,19 +147,16 @@ class Engine:
 
     @property
     def weights(self) -> int:
-        """Return the bytes of the weights."""
         held = engine_weights(self.size, self.training.quantization, self.itemsize)
         return held // self.training.vllm_tensor_parallel_size
 
     @property
     def adapter(self) -> int:
-        """Return the bytes of the room for the adapter."""
         room = resident_adapter if self.training.quantization == "qerl_nvfp4" else adapter_slots
         return room(self.size, engine_rank(self.rank), self.itemsize) // self.training.vllm_tensor_parallel_size
 
     @property
     def scratch(self) -> int:
-        """Return the bytes of temporary tensors."""
         expands = self.training.quantization != "bf16"
         drafts = self.training.vllm_speculative_config
         drafted = drafts.get("num_speculative_tokens", 0) if isinstance(drafts, dict) else 0
@@ -168,7 +165,6 @@ class Engine:
 
     @property
     def beside_cache(self) -> int:
-        """Return the bytes of the engine without its KV cache."""
         return self.weights + self.adapter + self.scratch + GRAPHS
 
     @property
@@ -180,7 +176,6 @@ class Engine:
 
     @property
     def token(self) -> int:
-        """Return the bytes that one token takes in the KV cache."""
         return cache_of_a_token(self.size, self.training.vllm_tensor_parallel_size, self.itemsize)
 
 

@@ -10,10 +10,7 @@ from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold the largest numbers of tokens of a trained sequence, its prompt and its completion.
-
-    ``is_flash`` says that transformers' flash attention is used, which shares no prompts.
-    """
+    """Hold the most tokens of a sequence, its prompt and its completion; with ``is_flash`` no prompts are shared."""
 
     training: GRPOConfig
     length: int

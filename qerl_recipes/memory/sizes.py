@@ -52,7 +52,6 @@ class ExpertsSize:
 
     @property
     def elements(self) -> int:
-        """Return the number of weights of all experts."""
         return 3 * self.count * self.hidden * self.inner
 
 

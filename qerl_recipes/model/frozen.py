@@ -126,7 +126,6 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
         return None if self.scale is None or self._fixed_order else float(self.scale)
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-        """Return the weight as ``FrozenNVFP4Linear.operand`` does."""
         weight, by = self._weight(), nvfp4.expanded_factor(self._operand_type)
         if self.tiles.is_cuda:
             return gemm.dequantize(weight, room=room).to(dtype), 1 / by
@@ -155,7 +154,6 @@ class FrozenMarlinLinear(FrozenNVFP4Linear):
         self._factor = float(weight.scale)
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-        """Return the weight as ``FrozenNVFP4Linear.operand`` does."""
         return expand(*self._weight().canonical(), dtype, room)
 
     def _weight(self) -> MarlinWeight:
@@ -291,10 +289,7 @@ class _Combine(torch.autograd.Function):
 
 
 def dense_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return name and module of each of transformers' expert layers, which hold 3-D ``gate_up_proj`` and ``down_proj``.
-
-    ``gate_up_proj`` is (E, 2 I, H). Raises ValueError if one computes something else than ``FrozenNVFP4Experts``.
-    """
+    """Return name and module of each of transformers' expert layers; raise ValueError for others than are trained."""
     layers = [
         (name, module)
         for name, module in model.named_modules()

@@ -230,17 +230,14 @@ class FusedLora(LoraVariant):
 
     @staticmethod
     def merge_safe(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight with the adapter added, as PEFT merges a plain one."""
         return orig_weight.clone().add_(module.get_delta_weight(active_adapter))
 
     @staticmethod
     def merge_unsafe(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> None:
-        """Add the adapter to the weight in place, as PEFT merges a plain one."""
         orig_weight.data += module.get_delta_weight(active_adapter)
 
     @staticmethod
     def unmerge(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight without the adapter."""
         return orig_weight.clone().sub_(module.get_delta_weight(active_adapter))
 
     @staticmethod

@@ -115,7 +115,6 @@ def set_noise(
 
 
 def clear_noise(model: torch.nn.Module) -> None:
-    """Clear the noise of all norms."""
     for _, norm in named_norms(model):
         norm.noise = None
 

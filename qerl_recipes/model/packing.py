@@ -90,10 +90,7 @@ def pack(
 def distribute(
     groups: Iterable[Sequence[int]], prompts: Sequence[int], completions: Sequence[int], pack_tokens: int
 ) -> list[list[Tree]]:
-    """Return the trees of each packed row, for ``groups`` of rows of the batch that have one prompt.
-
-    ``prompts`` and ``completions`` are the tokens of each row of the batch.
-    """
+    """Return the trees of each packed row, for ``groups`` of rows of the batch that have one prompt."""
     trees = chain.from_iterable(_trees(group, prompts, completions, pack_tokens) for group in groups)
     bins: list[list[Tree]] = []
     sizes: list[int] = []

@@ -102,10 +102,7 @@ def _is_gated_by_silu(kind: type, config: object) -> bool:
 def small(
     kind: Any, config: object, sizes: Mapping[str, Any], generator: torch.Generator, *others: Any
 ) -> torch.nn.Module | None:
-    """Return a module of class ``kind``, as ``config`` with ``sizes`` says, with random weights in fp32.
-
-    None if the class takes other arguments than a config and ``others``: nothing is known about it then.
-    """
+    """Return a small random module of class ``kind`` in fp32; None if it takes other arguments than these."""
     changed = copy.deepcopy(config)
     for name, size in sizes.items():
         setattr(changed, name, size)

@@ -97,8 +97,7 @@ class GRPOConfig(trl.GRPOConfig):
         None, "Micro-batches of a step, as in TRL: 1 if only per_device_train_batch_size is set."
     )
     steps_per_generation: int = key(
-        None,
-        "Optimizer steps that a rollout serves, 1 by default; beside the two keys above its micro-batches.",
+        None, "Optimizer steps that a rollout serves, 1 by default; beside the two keys above its micro-batches."
     )
     splits_by_tokens: bool = field(default=False, init=False)  # is each packed row a micro-batch of its own?
     skip_zero_advantage: bool | None = key(
@@ -123,8 +122,7 @@ class GRPOConfig(trl.GRPOConfig):
         "num_speculative_tokens: 4, prompt_lookup_max: 4}`, or ngram_gpu, or suffix with arctic-inference.",
     )
     overlap: int = key(
-        0,
-        "vllm_mode: server: rollouts that the server computes ahead; 1 is the next one while the trainer trains.",
+        0, "vllm_mode: server: rollouts that the server computes ahead; 1 is the next one while the trainer trains."
     )
     rollout_engine: str = key("vllm", "Rollout engine by name, from a plugin or built in.")
     max_tool_tokens: int | None = key(

@@ -90,7 +90,6 @@ class RecipeParser(TrlParser):
         return {action.dest for action in self._actions if action.dest != "help"}
 
     def may_be_none(self) -> set[str]:
-        """Return the keys whose type admits None."""
         hints = [hint for dataclass in self.dataclass_types for hint in get_type_hints(dataclass).items()]
         return {name for name, hint in hints if type(None) in get_args(hint)}
 

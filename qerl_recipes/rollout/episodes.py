@@ -70,13 +70,11 @@ class Episode:
         return not self.is_cut and bool(self.messages[-1].get("tool_calls"))
 
     def take(self, ids: Sequence[int], logprobs: Sequence[float | None], message: Message) -> None:
-        """Add a turn that the policy has sampled."""
         self.append(ids, logprobs, is_sampled=True)
         self.turns.append(len(ids))
         self.messages.append(message)
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float | None], is_sampled: bool) -> None:
-        """Add tokens that the policy has sampled, or that it only reads."""
         self.ids, self.logprobs = [*self.ids, *ids], [*self.logprobs, *logprobs]
         self.mask += [int(is_sampled)] * len(ids)
 
@@ -137,11 +135,7 @@ def check_turns(engine: RolloutEngine, rows: Any) -> None:
 
 
 def begun(row: Mapping[str, Any], environment: Environment | None, *, is_one_of_several: bool) -> list[Message]:
-    """Reset a row's ``environment``, and return the row's prompt with the text that it adds, as TRL does.
-
-    Where a run has several environments, the row's column ``environment`` is not for them. Raises ValueError for a
-    reset that fails, and for one that returns anything but a text or None.
-    """
+    """Reset a row's ``environment``; return its prompt with the text that it adds, as TRL does, or raise ValueError."""
     prompt: list[Message] = list(row["prompt"])
     if environment is None:
         return prompt

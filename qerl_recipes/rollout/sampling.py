@@ -134,11 +134,7 @@ class SeededRollouts(ABC):
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Profiler = None
     ) -> Completions:
-        """Return one completion for each of ``prompts``.
-
-        The log-probabilities are taken after temperature and all other processing of the logits. Raises ValueError for
-        images or a prompt that leaves no room for a completion, and what the class says.
-        """
+        """Return one completion for each of ``prompts``, with log-probabilities after all processing of the logits."""
         if images is not None:
             raise ValueError("this policy reads text only; remove the image columns from the data set")
         seeds = self._seeds.draw(self._accelerator.process_index * len(prompts), len(prompts), num_generations)

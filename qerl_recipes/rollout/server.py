@@ -83,7 +83,6 @@ class ServerRollouts(SeededRollouts):
         return self._seeds.of
 
     def client(self, http: Any) -> openai.AsyncOpenAI:
-        """Return a client of the server that sends by ``http``."""
         return openai.AsyncOpenAI(**self._client.options, http_client=http)
 
     def unchanged(self, sample: Callable[[int], tuple[T, int]]) -> T:
@@ -290,11 +289,7 @@ class CompletionsClient:
 
 
 def read(choice: Mapping[str, Any], served: str | None, request: Request, version: int) -> Completion:
-    """Return the completion in ``choice``, which the policy version ``served`` computed.
-
-    Raises AnotherPolicyError if ``served`` is not ``version``, or if the server has aborted the completion, and
-    ServerRefusedError if it has changed the prompt or left something out.
-    """
+    """Return the completion in ``choice``; raise AnotherPolicyError or ServerRefusedError if it is not as asked."""
     if served != str(version):
         raise AnotherPolicyError(
             f"stale completion: the server used policy version {served or 'unknown'}, and this run pushed {version}; "

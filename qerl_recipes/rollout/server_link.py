@@ -87,10 +87,7 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Needs:
-    """Hold what a recipe needs of a server: base and its hash, adapter's rank, dtype, and tokens of a sequence.
-
-    ``undrafted`` names the recipe's sampling parameters that vLLM does not apply to drafts.
-    """
+    """Hold what a recipe needs of a server; vLLM does not apply the ``undrafted`` sampling parameters to drafts."""
 
     base: str
     base_hash: str
@@ -147,11 +144,7 @@ class ServerLink:
     """Talk to one server. A call waits up to ``vllm_server_timeout`` seconds for a server that does not answer."""
 
     def __init__(self, base: str, training: GRPOConfig, *, rank: int, dtype: str, processes: int = 1) -> None:
-        """Wait for the server and check that it fits. Raises ServerLostError and ServerRefusedError.
-
-        ``processes`` is the number of trainer processes in this run. Each has its own link, and after a restart any of
-        them may push.
-        """
+        """Wait for the server and check that it fits. After a restart any of the run's ``processes`` may push."""
         address, self.timeout = training.server_address, training.vllm_server_timeout
         self.url, self.login = parted(address)  # messages name the URL without the login
         self.api_key = os.environ.get(API_KEY)
@@ -184,11 +177,7 @@ class ServerLink:
         return self._push(policy, noise, self.version)
 
     def settle(self, pushed: Pushed, policy: Snapshot) -> Pushed:
-        """Wait until the server answers, and return what it serves.
-
-        That is ``pushed``, or, if the server was restarted since, the same policy pushed again. Raises as ``push``
-        does, and AnotherPolicyError if the processes of this run hold different policies.
-        """
+        """Wait until the server answers; return ``pushed`` or, after a restart, the same policy pushed again."""
         state = self.state()
         if state["instance"] == pushed.instance and not pushed.is_that_of(state):
             raise self._another_policy(state, pushed.version)

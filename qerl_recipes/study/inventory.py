@@ -142,7 +142,6 @@ def is_finished(study: Study, run: Run, folder: Path) -> bool:
 
 
 def accuracy(study: Study, run: Run, folder: Path) -> float:
-    """Return the primary accuracy of a finished run."""
     if (rows := kept(folder).get((run.label, run.seed))) is not None:
         return float(rows.value[rows.metric == "accuracy"].iloc[0])
     return figures(study, run, folder)["accuracy"]
@@ -329,11 +328,7 @@ def refuse_other_plan(study: Study, rows: pd.DataFrame, table: Path) -> None:
 
 
 def taken_rows(study: Study) -> pd.DataFrame:
-    """Return the rows of the arms that ``study`` takes, by its names for them, without what they cost.
-
-    Raises StudyError if a run of the other study is missing, or was made by other keys, by other evaluations or on
-    another base than it would be here.
-    """
+    """Return the rows of the arms that ``study`` takes, by its names; raise StudyError for runs that differ here."""
     tables = [pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in TYPES.items()})]
     if study.taken is None:
         return tables[0]

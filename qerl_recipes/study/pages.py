@@ -112,7 +112,6 @@ def _how_compared(study: Study, values: pd.DataFrame) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage without decimals."""
     return f"{100 * share:.0f} %"
 
 
@@ -211,7 +210,6 @@ def _gain(study: Study, values: pd.DataFrame, label: str) -> list[str]:
 
 
 def markdown(table: pd.DataFrame) -> list[str]:
-    """Return a table as lines of Markdown."""
     rows = [list(table.columns), ["---"] * table.shape[1], *table.astype(str).to_numpy().tolist()]
     return [f"| {' | '.join(row)} |".replace(" --- ", "---") for row in rows]
 
@@ -219,10 +217,7 @@ def markdown(table: pd.DataFrame) -> list[str]:
 def overview(
     folder: Path, found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]], tables: Mapping[Path, pd.DataFrame]
 ) -> str:
-    """Return the page over all studies of a folder: every question and claim, and how to run one.
-
-    ``found`` maps a study's file to its plan, rows and values, ``tables`` to its comparisons if it has a table.
-    """
+    """Return the page over all studies of a folder: every question and claim, and how to run one."""
     run = {file: of for file, of in found.items() if len(of[1])}
     counts = [counted(study, values)[0] for study, _, values in run.values()]
     cost = pd.DataFrame([hours(rows) for _, rows, _ in run.values()]).sum().to_dict()

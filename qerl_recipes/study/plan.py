@@ -205,11 +205,9 @@ class Study(_Strict):
 
     @property
     def own_arms(self) -> dict[str, dict[str, Any]]:
-        """Return the arms that are run for this study."""
         return {arm: keys for arm, keys in self.arms.items() if arm not in self.taken_arms}
 
     def evaluations_of(self, run: "Run") -> dict[str, dict[str, Any]]:
-        """Return the evaluations that follow a run."""
         return {self.primary: self.evaluations[self.primary]} if run.kind == "sweep" else self.evaluations
 
     def settled(self, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,11 +318,7 @@ def possible_runs(study: Study) -> dict[tuple[str, int], Run]:
 
 
 def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]) -> dict[str, float]:
-    """Return each arm's value with the highest mean accuracy over the sweep's seeds, and of equals the smallest.
-
-    ``accuracies`` maps (arm, seed, value) to the accuracy of a finished run of the sweep. Arms that lack one are left
-    out.
-    """
+    """Return each arm's value with the highest mean of ``accuracies`` (all there), and of equals the smallest."""
     assert study.sweep is not None
     seeds = study.sweep.seeds
 

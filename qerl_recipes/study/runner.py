@@ -171,7 +171,6 @@ class Machine:
 
 
 def say(line: str) -> None:
-    """Print a line about a run."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -45,7 +45,6 @@ class Comparison:
 
     @property
     def is_significant(self) -> bool:
-        """Return True if the corrected test is below 5 %."""
         return self.p_holm < ALPHA
 
     def verdict(self) -> str:

@@ -27,7 +27,6 @@ def text_of(completion: Completion) -> str:
 
 
 def answer_block(text: str) -> str | None:
-    """Return the content of the last ``<answer>`` block, or None."""
     blocks = ANSWER.findall(text)
     return blocks[-1].strip() if blocks else None
 

@@ -26,11 +26,7 @@ ALL_PASSED = 0.99  # binary_code: the share of passed tests above which the rewa
 
 
 def tests_of(verification_info: Any) -> list[tuple[str, str]]:
-    """Return the (input, expected output) of each test in ``verification_info``, a mapping or its JSON text.
-
-    It has the ``language`` python and ``test_cases``, mappings with these two texts. Raises ValueError for anything
-    else.
-    """
+    """Return (input, expected output) of each test in ``verification_info``, such as EXAMPLE; else raise ValueError."""
     info = json.loads(verification_info) if isinstance(verification_info, str) else verification_info
     if not isinstance(info, Mapping) or not isinstance(info.get("test_cases"), list) or not info["test_cases"]:
         raise ValueError(f"there are no tests; write {EXAMPLE}")
@@ -92,10 +88,7 @@ def _share(script: ScriptArguments) -> Scorer:
 
 
 def _reward(name: str, scored: Scorer, parallel: int) -> Reward:
-    """Return the reward ``name``, which scores ``parallel`` completions at a time.
-
-    Where ``scored`` raises an exception, the score is None, and the first time there is a warning.
-    """
+    """Return the reward ``name``, which scores ``parallel`` completions at a time, and None where ``scored`` fails."""
     warned = False
 
     def reward(

@@ -56,7 +56,6 @@ class Generator:
 
 
 def table(problems: list[Problem]) -> Dataset:
-    """Return problems as a data set with the columns ``prompt`` and ``answer``."""
     return Dataset.from_list([{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
 
 

@@ -11,10 +11,7 @@ from qerl_recipes.recipe.file import ConfigError
 
 
 def imported(key: str, path: str, kind: str = "", names: Iterable[str] = ()) -> Any:
-    """Return the object at ``path`` (``package.module.name`` or ``package.module:name``), here or on PYTHONPATH.
-
-    Raises ConfigError, with the recipe's ``key`` and the ``names`` of that ``kind``, if there is none.
-    """
+    """Return the object at ``path`` (``package.module.name`` or ``package.module:name``), or raise ConfigError."""
     module, _, name = path.rpartition(":" if ":" in path else ".")
     if not module or not name:
         known = f"one of the {kind}: {', '.join(sorted(names))}; plugins can add to them" if kind else "a path"

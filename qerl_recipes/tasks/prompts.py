@@ -15,15 +15,7 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import blindness, problem_turn
 from qerl_recipes.tasks.environments import Interaction, Templates
 from qerl_recipes.tasks.interface import DatasetLoader
-from qerl_recipes.tasks.sources import (
-    GENERATED,
-    SPLIT_KEYS,
-    Splits,
-    from_name,
-    map_splits,
-    refuse_unread,
-    rename,
-)
+from qerl_recipes.tasks.sources import GENERATED, SPLIT_KEYS, Splits, from_name, map_splits, refuse_unread, rename
 
 logger = logging.getLogger(__name__)
 

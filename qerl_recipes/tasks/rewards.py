@@ -101,10 +101,7 @@ def repetition_penalty(script: ScriptArguments) -> Reward:
 
 
 def code_format(script: ScriptArguments) -> Reward:
-    """Return a reward: 1 for the layout of ``format`` with a block of the column ``language`` in the answer, else 0.
-
-    Without the column it is ``code_language``; raises ConfigError for one that is not in ``LANGUAGES``.
-    """
+    """Return a reward: 1 for the layout of ``format`` with a block of the row's ``language`` or ``code_language``."""
     if script.code_language not in LANGUAGES:
         raise ConfigError(f"code_language cannot be {script.code_language!r}; it is one of {', '.join(LANGUAGES)}")
     default = script.code_language
@@ -266,10 +263,7 @@ def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFa
 
 
 def without_effect(script: ScriptArguments) -> list[str]:
-    """Return a line for each key that is set for a built-in reward that is not used; rewards of a plugin may read it.
-
-    ``READ_BY`` has what begins the names of the keys.
-    """
+    """Return a line for each key that is set for a built-in reward (``READ_BY``) that is not used."""
     if any(name not in FACTORIES for name in script.reward_funcs):
         return []
     defaults = {key.name: key.default for key in fields(script)}

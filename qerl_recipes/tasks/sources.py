@@ -150,7 +150,6 @@ def _select(splits: DatasetDict, rows: dict[str, range]) -> Dataset:
 
 
 def map_splits(splits: Splits, convert: Callable[[Dataset], Dataset]) -> Splits:
-    """Return ``convert`` of the training problems and of those held out."""
     train, held_out = splits
     return convert(train), None if held_out is None else convert(held_out)
 

@@ -255,10 +255,7 @@ class SavingTrainer(GRPOTrainer):
 
 
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Load the adapter and the trained norms of a checkpoint into ``model``, where transformers' own loading may fail.
-
-    Raises CheckpointMismatch, before anything is changed, for another rank or other modules.
-    """
+    """Load a checkpoint's adapter and norms into ``model``; raise CheckpointMismatch, unchanged, for misfits."""
     tensors = load_file(Path(folder) / TENSORS)
     own_tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     shapes, own_shapes = ({name: tensor.shape for name, tensor in named.items()} for named in (tensors, own_tensors))

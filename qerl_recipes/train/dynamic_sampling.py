@@ -147,10 +147,7 @@ def replace_groups(
     num_generations: int,
     pad_token_id: int,
 ) -> dict[str, Any]:
-    """Return ``batch`` with group i overwritten by group j of ``fresh`` for each (i, j) of ``pairs``.
-
-    Both are TRL's batches; rows are padded to the wider. Raises ValueError for an entry of ``batch`` that is not known.
-    """
+    """Return ``batch`` with group i overwritten by group j of ``fresh`` for each (i, j) of ``pairs``."""
     if unknown := sorted(set(batch) - {*PADDED_LEFT, *PADDED_RIGHT, *ROWS, *SCALARS}):
         raise ValueError(f"dynamic_sampling does not know what to do with {unknown[0]!r} of the batch; turn it off")
     target_rows = [row for i, _ in pairs for row in _rows(i, num_generations)]

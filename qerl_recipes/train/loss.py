@@ -167,7 +167,6 @@ def packed_rows(
 
 
 def padded_at_once(width: int) -> int:
-    """Return how many padded rows of ``width`` tokens go through the model at a time."""
     return max(1, FAST_TOKENS // width)
 
 

@@ -64,7 +64,6 @@ class Sizes(NamedTuple):
 
     @staticmethod
     def of(delta: torch.Tensor) -> "Sizes":
-        """Compute the sizes of ``delta: (tokens,)``."""
         size = delta.abs().double()
         return Sizes(float(size.mean()), float(size.quantile(0.99)), float(size.max()))
 
@@ -96,11 +95,7 @@ class Mismatch:
 
 
 def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
-    """Measure the run (or adapter) in ``folder``, print the table and return 0; ``flags`` override its recipe.
-
-    Before anything loads, raises ValueError for a recipe that is missing or cannot run here, and CheckpointMismatch for
-    another base than the adapter was trained on.
-    """
+    """Measure the run (or adapter) in ``folder``, print the table and return 0; ``flags`` override its recipe."""
     if problems < 1:
         raise ValueError(f"problems is {problems}; it must be at least 1")
     saved = open_adapter(folder)
@@ -216,7 +211,6 @@ class _Sides:
         return torch.tensor([float("nan") if value is None else value for value in kept])
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each completion, in the order of the results."""
         return [len(ids) for ids in self._completions]
 
     def engine(self, adapted: bool, sigma: float) -> torch.Tensor:

@@ -131,10 +131,7 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
 
 
 class ResumePoint(NamedTuple):
-    """Hold the checkpoint that a run goes on from, and its state; ``is_finished`` means it is of the last step.
-
-    ``metrics`` are the lines of metrics.jsonl up to the checkpoint's step, under today's names.
-    """
+    """Hold a run's checkpoint, its state, whether it is of the last step, and the lines of metrics.jsonl up to it."""
 
     folder: Path
     state: run_state.State

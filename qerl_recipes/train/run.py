@@ -173,10 +173,7 @@ def assemble(
     times: "StartTimes | None" = None,
     **trainer_arguments: Any,
 ) -> "QerlGRPOTrainer":
-    """Build engine, model and trainer on the folder ``base``, in this order: the model may share the engine's weights.
-
-    ``start`` is the folder of an adapter to continue from. If a part fails, the engine is shut.
-    """
+    """Build engine, then model, then trainer on the folder ``base``: the model may share the engine's weights."""
     warm_compiler()
     from peft import PeftModel
 
@@ -196,12 +193,7 @@ def assemble(
 
     with contextlib.ExitStack() as on_failure:
         engine = start_engine(
-            str(base),
-            training,
-            rank=adapter.r,
-            dtype=dtype,
-            snapshot=snapshot,
-            accelerator=training.distributed_state,
+            str(base), training, rank=adapter.r, dtype=dtype, snapshot=snapshot, accelerator=training.distributed_state
         )
         on_failure.callback(engine.close)
         times.end("engine", getattr(engine, "start_seconds", {}))
@@ -281,10 +273,7 @@ def finish(trainer: "QerlGRPOTrainer") -> None:
 
 @contextlib.contextmanager
 def _stops_on_sigterm(trainer: "QerlGRPOTrainer") -> Iterator[Callable[[], bool]]:
-    """Let the first SIGTERM stop the training after its step, in all processes, and a second end this one at once.
-
-    Yields what tells whether it was stopped.
-    """
+    """Let the first SIGTERM stop the training after its step, in all processes; yield what tells whether it came."""
     import torch
     from transformers import TrainerCallback
 

@@ -55,11 +55,7 @@ def problems(script: ScriptArguments, training: GRPOConfig) -> list[str]:
 
 
 def main(argv: Sequence[str], *, all_weights: bool = False) -> None:
-    """Train as the recipe and flags in ``argv`` say; save the adapter, or with ``all_weights`` the model in bfloat16.
-
-    Raises ConfigError before the model loads for a recipe that stock TRL cannot train, and for an ``output_dir`` that
-    has a trained adapter or model.
-    """
+    """Train as recipe and flags in ``argv`` say; save the adapter, or with ``all_weights`` the model in bfloat16."""
     os.environ["VLLM_PLUGINS"] = ""  # vLLM as it is without this project
     script, training, model = parse(argv)
     if found := problems(script, training):

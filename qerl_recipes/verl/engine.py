@@ -26,7 +26,6 @@ class SentLinear(FrozenNVFP4Linear):
         return self.weight_scale.view(torch.float8_e4m3fn)
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-        """Return the weight in ``dtype`` and the factor of its products; see ``FrozenNVFP4Linear.operand``."""
         return expand(self.weight_packed, self._block_scales, dtype, room)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
