@@ -19,17 +19,9 @@ import torch
 import trl
 
 from qerl_recipes.bench.arms import Figures, answer
-from qerl_recipes.bench.train_arm import TimedSteps, measure, random_prompts, random_reward
+from qerl_recipes.bench.train_arm import FROM_METRICS, TimedSteps, measure, random_prompts, random_reward
+from qerl_recipes.train.metrics import named
 from qerl_recipes.train.stock_trl import help_on_a_cpu
-
-# name in this benchmark's figures -> TRL's
-METRICS = {
-    "logp_diff_mean": "sampling/sampling_logp_difference/mean",
-    "logp_diff_max": "sampling/sampling_logp_difference/max",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "reward": "reward",
-}
 
 
 class TimedTRLSteps(TimedSteps):
@@ -44,7 +36,8 @@ class TimedTRLSteps(TimedSteps):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Figures, **kwargs: Any) -> None:
         if "train_runtime" not in logs:  # of the whole training, at its end
-            self.answers[-1]["metrics"] = {name: logs[of_trl] for name, of_trl in METRICS.items() if of_trl in logs}
+            figures = {**logs, **named({name: [value] for name, value in logs.items() if isinstance(value, float)})}
+            self.answers[-1]["metrics"] = {name: figures[name] for name in FROM_METRICS if name in figures}
 
 
 def begin(request: Figures) -> tuple[trl.GRPOTrainer, type[TimedSteps], AbstractContextManager[None]]:

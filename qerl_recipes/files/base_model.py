@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.files.json_files import read_object
-from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
+from qerl_recipes.recipe.shapes import BY_MODEL_ID
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -56,7 +56,7 @@ def known_config(name: str | Path, revision: str | None = None) -> dict[str, Any
     if file is not None:
         return json.loads(file.read_text(encoding="utf-8"))
     if str(name) in BY_MODEL_ID and revision in (None, "main"):
-        return as_config(BY_MODEL_ID[str(name)])
+        return dict(BY_MODEL_ID[str(name)])
     return None
 
 

@@ -65,7 +65,7 @@ def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Ta
     from qerl_recipes.memory.sizes import measure
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import read_yaml
-    from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
+    from qerl_recipes.recipe.shapes import BY_MODEL_ID
 
     given = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
     if decided := sorted(given & DECIDED_BY_TABLE):
@@ -74,8 +74,7 @@ def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Ta
         )
     rows = []
     for recipe in folder.glob(f"*/grpo/{ARM}"):
-        if (shape := BY_MODEL_ID.get(read_yaml(recipe)["model_name_or_path"])) is not None:
-            config = as_config(shape)
+        if (config := BY_MODEL_ID.get(read_yaml(recipe)["model_name_or_path"])) is not None:
             settings = parse(["--config", str(recipe), "--generation_batch_size", str(COMPLETIONS), *overrides])
             cells = [f"{longest:,}" if (longest := longest_completion(settings, gpu, config)) else "-" for gpu in gpus]
             rows.append((measure(config).parameters, [recipe.parts[-3], *cells]))

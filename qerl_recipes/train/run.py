@@ -218,25 +218,19 @@ class StartTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._parts: dict[str, Mapping[str, float]] = {}
+        self._of: dict[str, str] = {}  # what a phase's parts took, in brackets
         self._ended = Process().create_time()  # of the last phase
 
     def end(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
         """Count the time since the last phase ended as time of ``phase``, of which ``parts`` names some."""
         before, self._ended = self._ended, time.time()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + self._ended - before
-        self._parts[phase] = parts or {}
+        self._of[phase] = f" ({', '.join(f'{part} {took:.1f}' for part, took in parts.items())})" if parts else ""
 
     def line(self) -> str:
         """Return all phases in the order in which they came first."""
-
-        def listed(seconds: Mapping[str, float]) -> str:
-            return ", ".join(f"{name} {number:.1f}{of(name)}" for name, number in seconds.items())
-
-        def of(phase: str) -> str:
-            return f" ({listed(parts)})" if (parts := self._parts.get(phase)) else ""
-
-        return f"start: {sum(self._seconds.values()):.1f} s to the end of the first step: {listed(self._seconds)}"
+        listed = ", ".join(f"{phase} {seconds:.1f}{self._of[phase]}" for phase, seconds in self._seconds.items())
+        return f"start: {sum(self._seconds.values()):.1f} s to the end of the first step: {listed}"
 
     def watch(self, trainer: "QerlGRPOTrainer") -> None:
         """Print the line after the trainer's first step."""

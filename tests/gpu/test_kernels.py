@@ -128,12 +128,13 @@ def test_every_layer_of_a_model_agrees_with_fp64_at_many_batches(model):
     from qerl_kernels import linear_tiles, nvfp4, rule
     from qerl_kernels.adapter import shrink
 
-    from qerl_recipes.recipe.shapes import BY_MODEL_ID, SHAPES
+    from qerl_recipes.recipe.shapes import BY_MODEL_ID, BY_SIZE
 
-    shape = SHAPES.get(model) or BY_MODEL_ID[model]
-    heads, kv = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
-    sizes = [(heads + kv, shape.hidden), (shape.hidden, heads)]
-    sizes += [(2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)]
+    config = BY_SIZE.get(model) or BY_MODEL_ID[model]
+    hidden, inner, heads = (config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    head_dim = config.get("head_dim", hidden // heads)
+    q, kv = heads * head_dim, 2 * config["num_key_value_heads"] * head_dim
+    sizes = [(q + kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
     for N, K in sizes:
         packed, row_scale, tiled = weight(N, K)
         dense = nvfp4.dequantize(packed.codes, packed.block_scales).double() * row_scale.double()[:, None]
