@@ -151,9 +151,8 @@ def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskCo
         metric = _for_one_answer(config.metrics[0].sample_level_fn)
         return None, config, lambda doc, text: bool(metric.compute(doc, _without_reasoning(text))), _mathematics
     if name == "running_sum":
-        rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in running_sum.held_out()]
         task, answer = _local(name, running_sum.LONGEST_COMPLETION), running_sum.answer_of
-        return rows, task, lambda doc, text: answer(text) == doc.get_golds()[0], answer
+        return running_sum.held_out(), task, lambda doc, text: answer(text) == doc.get_golds()[0], answer
     kind, _, path = name.partition(":")
     judge, vote = {
         MATH: (_math_judge(), _mathematics),

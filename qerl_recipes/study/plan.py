@@ -318,7 +318,7 @@ def possible_runs(study: Study) -> dict[tuple[str, int], Run]:
 
 
 def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]) -> dict[str, float]:
-    """Return each arm's value with the highest mean of ``accuracies`` (all there), and of equals the smallest."""
+    """Return the value with the highest mean accuracy for each arm that has all, and of equals the smallest."""
     assert study.sweep is not None
     seeds = study.sweep.seeds
 

@@ -17,14 +17,7 @@ SIZE = 4096  # training problems, unless a recipe sets dataset_size
 HELD_OUT_SEED, TRAINING_SEED = 999, 7000  # the latter is added to dataset_seed
 NUMBERS, LIMIT = 4, 100  # how many numbers pick_number names, all of them below LIMIT
 _CHOICES = {"largest": max, "smallest": min}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Hold a prompt and its answer."""
-
-    prompt: str
-    answer: str
+Problem = dict[str, str]  # its prompt and its answer
 
 
 @dataclass(frozen=True)
@@ -40,8 +33,8 @@ class Generator:
         rng, used, drawn = random.Random(seed), set(exclude), list[Problem]()
         while len(drawn) < count:
             problem = self.draw(rng)
-            if problem.prompt not in used:
-                used.add(problem.prompt)
+            if problem["prompt"] not in used:
+                used.add(problem["prompt"])
                 drawn.append(problem)
         return drawn
 
@@ -51,19 +44,15 @@ class Generator:
 
     def training_set(self, count: int, seed: int) -> Dataset:
         """Return ``count`` problems to train on, with the columns ``prompt`` and ``answer``; none is held out."""
-        exclude = {problem.prompt for problem in self.held_out()}
-        return table(self.problems(count, TRAINING_SEED + seed, exclude))
-
-
-def table(problems: list[Problem]) -> Dataset:
-    return Dataset.from_list([{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
+        exclude = {problem["prompt"] for problem in self.held_out()}
+        return Dataset.from_list(self.problems(count, TRAINING_SEED + seed, exclude))
 
 
 def _draw(rng: random.Random) -> Problem:
     choice = rng.choice(list(_CHOICES))
     numbers = rng.sample(range(LIMIT), NUMBERS)
     prompt = f"What is the {choice} of these numbers: {', '.join(map(str, numbers))}?"
-    return Problem(prompt, str(_CHOICES[choice](numbers)))
+    return {"prompt": prompt, "answer": str(_CHOICES[choice](numbers))}
 
 
 PICK_NUMBER = Generator("pick_number", _draw, held_out_count=1000)

@@ -36,7 +36,7 @@ def draw(rng: random.Random) -> Problem:
         minus = rng.random() < 0.5 and value >= digit
         expression += f"{'-' if minus else '+'}{digit}"
         value += -digit if minus else digit
-    return Problem(expression + "=", str(value))
+    return {"prompt": f"{expression}=", "answer": str(value)}
 
 
 GENERATOR = Generator("running_sum", draw, held_out_count=HELD_OUT)

@@ -12,7 +12,7 @@ from qerl_recipes.files.json_files import numbered
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import reasoning_gym, running_sum
-from qerl_recipes.tasks.generators import PICK_NUMBER, SIZE, Generator, table
+from qerl_recipes.tasks.generators import PICK_NUMBER, SIZE, Generator
 from qerl_recipes.tasks.interface import DatasetLoader
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -234,7 +234,7 @@ def _generated(generator: Generator) -> DatasetLoader:
         options(script, set())
         refuse_unread(script, generator.name, "dataset_config", *SPLIT_KEYS)
         train = generator.training_set(script.dataset_size or SIZE, script.dataset_seed)
-        return train, table(generator.held_out())
+        return train, Dataset.from_list(generator.held_out())
 
     return load
 

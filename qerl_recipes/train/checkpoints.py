@@ -255,7 +255,7 @@ class SavingTrainer(GRPOTrainer):
 
 
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Load a checkpoint's adapter and norms into ``model``; raise CheckpointMismatch, unchanged, for misfits."""
+    """Load a checkpoint's adapter and norms into ``model``; raise CheckpointMismatch before anything changes."""
     tensors = load_file(Path(folder) / TENSORS)
     own_tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     shapes, own_shapes = ({name: tensor.shape for name, tensor in named.items()} for named in (tensors, own_tensors))

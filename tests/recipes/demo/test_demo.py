@@ -52,12 +52,12 @@ def test_numbers_without_sense_are_refused_before_anything_is_written(name: str,
 def accuracy(model: PreTrainedModel, begin: str) -> float:
     """Return the share of held-out problems that are right if each answer begins with this text."""
     tokenizer, asked = running_sum.tokenizer(), running_sum.held_out(128)
-    batch = tokenizer([problem.prompt + begin for problem in asked], padding=True, return_tensors="pt")
+    batch = tokenizer([problem["prompt"] + begin for problem in asked], padding=True, return_tensors="pt")
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
     ids = model.generate(**given, max_new_tokens=running_sum.LONGEST_COMPLETION, do_sample=False)
     texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     answers = [running_sum.answer_of(begin + text) for text in texts]
-    return sum(a == problem.answer for a, problem in zip(answers, asked, strict=True)) / len(asked)
+    return sum(a == problem["answer"] for a, problem in zip(answers, asked, strict=True)) / len(asked)
 
 
 def test_the_shipped_starting_model_is_small_and_worth_learning_from() -> None:

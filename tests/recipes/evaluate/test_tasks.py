@@ -33,7 +33,7 @@ def test_the_vote_goes_to_the_answer_that_most_samples_give(
 def test_running_sum_is_judged_on_the_whole_completion(evaluation_tasks: Any) -> None:
     benchmark = evaluation_tasks.load(["running_sum"])[0]
     assert len(benchmark.problems) == running_sum.HELD_OUT
-    assert {doc.query for doc in benchmark.problems} == {p.prompt for p in running_sum.held_out()}
+    assert {doc.query for doc in benchmark.problems} == {p["prompt"] for p in running_sum.held_out()}
     doc = benchmark.problems[0]
     gold = doc.get_golds()[0]
     right = [f"<answer>{gold}</answer>", f"<think>1+1=2</think><answer>{gold}</answer>"]

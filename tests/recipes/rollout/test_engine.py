@@ -20,7 +20,7 @@ from qerl_vllm_plugin.compat import drafts
 from qerl_vllm_plugin.compat.scheduler import BlockRoom, scheduler_here
 
 TOKENIZER = running_sum.tokenizer()
-PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
+PROMPTS = [TOKENIZER(p["prompt"])["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
 
 
 def test_an_engine_warms_up_what_its_rollouts_sample_with(start_engine, monkeypatch):

@@ -13,7 +13,7 @@ from qerl_recipes.tasks import running_sum
 from qerl_vllm_plugin.compat.scheduler import scheduler_here
 
 TOKENIZER = running_sum.tokenizer()
-PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
+PROMPTS = [TOKENIZER(p["prompt"])["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from qerl_recipes.tasks.running_sum import LONGEST_COMPLETION, running_sum_corre
 
 def step_by_step(problem):
     """Return the longer way to answer a problem, and check that no partial sum is negative."""
-    value, *terms = re.findall(r"[+-]?\d", problem.prompt)
+    value, *terms = re.findall(r"[+-]?\d", problem["prompt"])
     steps = []
     for term in terms:
         steps.append(f"{value}{term}={eval(value + term)}")
@@ -22,14 +22,14 @@ def step_by_step(problem):
 
 def test_every_answer_is_right():
     for problem in running_sum.problems(2000, seed=3):
-        assert eval(problem.prompt.removesuffix("=")) == int(problem.answer)
-        assert running_sum.answer_of(step_by_step(problem)) == problem.answer
+        assert eval(problem["prompt"].removesuffix("=")) == int(problem["answer"])
+        assert running_sum.answer_of(step_by_step(problem)) == problem["answer"]
 
 
 def test_the_tokenizer_gives_back_every_text_and_each_tag_is_one_token():
     tokenizer = running_sum.tokenizer()
     for problem in running_sum.problems(50, seed=1):
-        text = problem.prompt + step_by_step(problem)
+        text = problem["prompt"] + step_by_step(problem)
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text
         assert tokenizer.unk_token_id not in ids
