@@ -29,11 +29,7 @@ def local_folder(base: str | Path, revision: str | None = None) -> Path:
 
 
 def written_name(base: str | Path, revision: str | None = None, folder: Path | None = None) -> str:
-    """Return a name for ``base`` that stays valid when it is written down.
-
-    It is a folder's absolute path, or the model id. A model id alone means its main branch; for another ``revision``,
-    the name is the folder of the download. ``folder`` is what ``local_folder`` returned, if it has been called.
-    """
+    """Return a name for ``base`` that stays valid when written down: an absolute folder, or a model id of main."""
     if Path(base).is_dir() or revision not in (None, "main"):
         return str(folder or local_folder(base, revision))
     return str(base)

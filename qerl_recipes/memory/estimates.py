@@ -84,12 +84,7 @@ def _saved_by_experts(layer: ExpertsSize, width: int) -> int:
 
 
 def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, itemsize: int = BF16) -> int:
-    """Return the bytes that stay from the forward to the backward.
-
-    A checkpointed block keeps the hidden state before it, and any other block keeps all its saved tensors.
-    ``block`` is the bytes per token that one block saves, and ``checkpointed`` the number of checkpointed blocks.
-    ``itemsize`` is the bytes of a number in the model's dtype.
-    """
+    """Return the bytes that stay from the forward to the backward; ``block`` is what one block saves per token."""
     last = 4 * BF16 * size.hidden + FP32  # for the last norm and the head, whose gradient the forward prepares
     blocks = checkpointed * itemsize * size.hidden + (size.layers - checkpointed) * block
     return batch.tokens * (blocks + last)

@@ -103,11 +103,7 @@ class Plan:
         return sorted(parts, key=lambda part: -getattr(part, phase))
 
     def advice(self, parts: Iterable[Part], phase: str, *, resuming: bool = False) -> str:
-        """Return a text that says what to change so that ``phase`` needs less memory.
-
-        It has the changes of the first two of the ``parts`` that have some. With ``resuming``, changes that no
-        checkpoint could be resumed with are left out.
-        """
+        """Say what to change so that ``phase`` needs less memory; with ``resuming`` only what a checkpoint allows."""
         reasons: dict[str, str] = {}
         for part in parts:
             knobs = [knob for knob in part.knobs if knob != SLEEP or phase == "training"]

@@ -229,11 +229,7 @@ def adapter_elements(linears: Iterable[LinearSize], rank: int) -> int:
 
 
 def trained_adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:
-    """Return the rank and the linears of the adapter that the recipe defines or that ``adapter_name_or_path`` names.
-
-    All of PEFT's keys that choose linears count: ``target_modules``, ``exclude_modules``, ``layers_to_transform`` and
-    ``layers_pattern``. Raises ValueError if the adapter names no linear of this model, or is not plain LoRA.
-    """
+    """Return rank and linears of the recipe's adapter, or of the one it starts from; raise ValueError for none."""
     if script.adapter_name_or_path is not None:
         folder = open_adapter(script.adapter_name_or_path)
         folder.check_plain()

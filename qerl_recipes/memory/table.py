@@ -57,11 +57,7 @@ def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) 
 
 
 def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Table:
-    """Return a table of the longest completion that each model of ``folder`` can train with on each GPU.
-
-    The models are those with a recipe for NVFP4 whose sizes are known here. ``overrides`` are flags of ``qerl train``.
-    Raises ValueError for flags that the table decides, and for a folder without such recipes.
-    """
+    """Return a table of the longest completion with which each model of ``folder`` can train on each GPU."""
     from qerl_recipes.memory.sizes import measure
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import read_yaml

@@ -48,11 +48,7 @@ class FrozenNVFP4Linear(torch.nn.Linear):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        """Take ``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()`` or ``(1,)``, and ``bias: (N,)``.
-
-        ``dtype`` is that of the activations. Raises CheckpointError if the first three do not fit together or hold
-        unusable values.
-        """
+        """Take ``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()`` or ``(1,)``, and ``bias: (N,)``."""
         check_tensors(type(self).__name__, codes, block_scales, divisor)
         self._describe(codes.shape[0], 2 * codes.shape[1], bias, dtype)
         self.register_buffer("weight_packed", codes)

@@ -182,11 +182,7 @@ def _replace_linear(
 def _load_experts(
     model: PreTrainedModel, name: str, module: torch.nn.Module, tensors: "_Tensors", dtype: torch.dtype
 ) -> None:
-    """Replace ``module`` by frozen NVFP4 experts, or fill it with dense weights if the checkpoint keeps them in BF16.
-
-    Raises CheckpointError if a part is missing, or if only some parts are quantized. Raises ValueError for an
-    unquantized checkpoint, and for packed experts with ``dtype`` float16.
-    """
+    """Replace ``module`` by frozen NVFP4 experts, or fill it with dense weights if the checkpoint has them in BF16."""
     count, linears = module.gate_up_proj.shape[0], ("gate_proj", "up_proj", "down_proj")
     if tensors.report.scheme is None:
         raise ValueError(f"{name}: {families.EXPERTS_FIRST}")

@@ -48,11 +48,7 @@ class AdaptedLinear(peft_layer.Linear):
 
 
 def together(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of ``layers`` for one ``x: (..., K)``.
-
-    If all are plain, of one kind of weight and of one scaling, a single function computes them. It reads x once for all
-    A, and adds up the gradients of x in place.
-    """
+    """Return the outputs of ``layers`` for one ``x: (..., K)``, computed by one function if all are alike."""
     adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear) and layer.is_plain(x)]
     alike = {(layer.scaling[ADAPTER], isinstance(layer.get_base_layer(), FrozenNVFP4Linear)) for layer in adapted}
     if len(adapted) == len(layers) and len(alike) == 1:
@@ -277,11 +273,7 @@ def install(model: torch.nn.Module, adapter: str) -> int:
 
 
 def parameters(model: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """Return the trained adapter's parameters by PEFT's names in a state dict.
-
-    They stay the same objects for the whole training. So call it once: PEFT goes through the model several times, which
-    takes 50 ms for a model of 28 layers.
-    """
+    """Return the trained adapter's parameters by PEFT's names; call it once: it takes 50 ms for 28 layers."""
     named = dict(model.named_parameters())
     names = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {name: named[f"{name.removesuffix('weight')}{ADAPTER}.weight"] for name in names}

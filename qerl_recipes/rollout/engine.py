@@ -144,11 +144,7 @@ class VLLMRollouts(SeededRollouts):
         self._clear_noise()
 
     def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
-        """Return the log-probability of each token of ``completions``, computed in one call of vLLM.
-
-        The temperature is 1 and the distribution is not truncated. A prompt with its completion must leave room for one
-        more token, since vLLM always generates one.
-        """
+        """Return the log-probability of each token of ``completions`` at temperature 1; vLLM needs room for one."""
         self._wake()
         outputs = self.llm.generate(
             [{"prompt_token_ids": p + c} for p, c in zip(prompts, completions, strict=True)],

@@ -244,11 +244,7 @@ def hours(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def over_problems(study: Study, rows: pd.DataFrame, a: str, b: str) -> tuple[int, float, float] | None:
-    """Return how many problems there are, and the 95 % interval of a - b over seeds and problems.
-
-    The primary accuracy is compared; the other intervals hold for these problems alone. Returns None where fewer than
-    two seeds have the judgements of both arms, or there are fewer than two problems.
-    """
+    """Return the number of problems and the 95 % interval of a - b over seeds and problems; None for too few."""
     shares = [_shares(rows, study.primary, label) for label in (a, b)]
     seeds = [seed for seed in study.seeds if all(seed in of for of in shares)]
     if len(seeds) < 2 or min(map(len, shares[0][seeds[0]].values())) < 2:

@@ -211,11 +211,7 @@ class Piston:
             self._free.put(address)
 
     def execute(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return Piston's answer, which has the key ``run``.
-
-        To this come the ``seconds`` between the request and the answer, without those before a server was free.
-        ``seconds`` limits each try. Raises ProviderError if the last try fails too.
-        """
+        """Return Piston's answer with the ``seconds`` that it took once a server was free, or raise ProviderError."""
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(PAUSE * 2 ** (attempt - 1))
