@@ -7,16 +7,14 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import qerl_kernels.conditions
+from rich.console import Console
+from rich.table import Table
 
 from qerl_recipes.machine.environment import runs_on_cuda
 from qerl_vllm_plugin.wire.address import hidden
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 
 def conditions() -> dict[str, Any]:
@@ -42,10 +40,8 @@ def around(value: float | None) -> str:
     return "once" if value is None else f"±{value / 2:.0%}"
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table to print; its first column is aligned to the left, the others to the right."""
-    from rich.table import Table
-
     shown = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         shown.add_column(column, justify="right" if number else "left", overflow="fold")
@@ -54,7 +50,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     return shown
 
 
-def show_remarks(console: "Console", arms: Mapping[str, Mapping[str, Any]], cached_tokens: int) -> None:
+def show_remarks(console: Console, arms: Mapping[str, Mapping[str, Any]], cached_tokens: int) -> None:
     """Print each arm's remarks, which arms failed and why, and whose KV cache holds fewer than ``cached_tokens``."""
     for arm, figures in arms.items():
         for remark in figures.get("remarks", ()):

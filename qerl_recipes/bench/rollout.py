@@ -22,6 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench import rollout_memory
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, check_gpus, check_shape, ended_cleanly
@@ -254,8 +256,6 @@ def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
 
 def _print(result: dict[str, Any]) -> None:
     """Print a row for each whole arm, with ratios to the faster BF16 arm, without one to the first."""
-    from rich.console import Console
-
     console = Console(width=160)
     show_remarks(console, result["arms"], result["cached_tokens"])
     arms = {arm: figures for arm, figures in result["arms"].items() if "prefill" in figures}

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from qerl_recipes.bench.arms import ArmFailedError, Figures, ask_once, ballast, ended_cleanly
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
 from qerl_recipes.files import base_model
@@ -357,8 +359,6 @@ def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print a row for each arm, and what failed."""
-    from rich.console import Console
-
     console, summary = Console(width=160), result["summary"]
     if summary:
         columns = ["seconds\nof a step", "step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,10 @@ from qerl_recipes.files.run_state import what_is_kept, whole_checkpoints
 from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, this_gpu
 from qerl_recipes.memory.estimates import sequences
 from qerl_recipes.memory.plan import PHASES, SPARE, Plan, make
+from qerl_recipes.memory.sizes import measure
+from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.file import read_yaml
+from qerl_recipes.recipe.shapes import BY_MODEL_ID
 
 COMMON_SIZES = (24, 32, 48, 80, 141)  # GB of GPUs on the market
 SMALLEST_HOPPER = 80  # GB
@@ -35,8 +40,6 @@ def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) 
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"--gpu_memory is {memory_gb:g}; it is the GPU's memory in GB, such as 80")
-    from qerl_recipes.recipe.configs import parse
-
     console, here = Console(), this_gpu()
     if memory_gb is not None:
         gpus = [Gpu(int(memory_gb * GB), here.is_hopper if here else memory_gb >= SMALLEST_HOPPER)]
@@ -58,11 +61,6 @@ def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) 
 
 def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Table:
     """Return a table of the longest completion with which each model of ``folder`` can train on each GPU."""
-    from qerl_recipes.memory.sizes import measure
-    from qerl_recipes.recipe.configs import parse
-    from qerl_recipes.recipe.file import read_yaml
-    from qerl_recipes.recipe.shapes import BY_MODEL_ID
-
     given = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
     if decided := sorted(given & DECIDED_BY_TABLE):
         raise ValueError(
@@ -143,8 +141,6 @@ def explained(plan: Plan | None, output_dir: str, trainer: Any = None) -> Iterat
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        import torch
-
         is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if isinstance(error, OutOfMemory) or not (is_known or any(sign in str(error).lower() for sign in SIGNS)):
             raise
@@ -185,8 +181,6 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
 
 
 def _measured() -> str:
-    import torch
-
     if not torch.cuda.is_available():
         return "no GPU"
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from qerl_recipes.evaluate.figures import unpacked
 from qerl_recipes.evaluate.intervals import over_seeds_and_problems
@@ -173,8 +174,6 @@ def _by_origin(study: Study, differences: pd.Series) -> dict[str, float]:
     here, elsewhere = differences[own].dropna(), differences[~own].dropna()
     if here.empty or elsewhere.empty:
         return {}
-    from scipy import stats
-
     p = stats.ttest_ind(here, elsewhere, equal_var=False).pvalue if min(len(here), len(elsewhere)) > 1 else np.nan
     return {"here": here.mean(), "elsewhere": elsewhere.mean(), "seeds_elsewhere": len(elsewhere), "p_same": float(p)}
 
