@@ -233,6 +233,8 @@ def _boundaries(training: GRPOConfig) -> Iterator[str]:
             f"eval_steps: {training.eval_steps:g} does not fall between rollouts, as overlap: 1 needs, each of which "
             f"serves {steps} steps; use a multiple of {steps}"
         )
+    if training.max_steps == 0:
+        yield f"max_steps: 0 is no limit, and trains num_train_epochs: {training.num_train_epochs:g}; leave it out"
     if training.save_strategy == "best":
         yield "save_strategy: best needs a metric that reward is not; use steps or epoch"
 
@@ -253,9 +255,6 @@ def _lengths(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
 
 
 def _tools(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
-    for key in ("max_tool_calling_iterations", "max_tool_tokens", "max_tool_seconds"):
-        if (value := getattr(training, key)) is not None and not value > 0:
-            yield f"{key} must be above 0, not {value}; null is no limit"
     for_environments = ("environment_kwargs", "environment_python")
     for_calls = ("max_tool_calling_iterations", "max_tool_tokens", "response_template")
     needs = {key: "environments" for key in for_environments if getattr(script, key) is not None}

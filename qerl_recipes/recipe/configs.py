@@ -31,7 +31,7 @@ from qerl_recipes.recipe.file import (
 from qerl_recipes.recipe.generation import template_text
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, QUANTIZATIONS, refusals
 from qerl_recipes.recipe.script import ScriptArguments as ScriptArguments
-from qerl_recipes.recipe.script import mapping, refuse_below_1
+from qerl_recipes.recipe.script import mapping, refuse_out_of_range
 from qerl_vllm_plugin.noise import MAX_SIGMA
 from qerl_vllm_plugin.wire.address import shown
 
@@ -155,13 +155,12 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization cannot be {self.quantization!r}; it is one of {', '.join(QUANTIZATIONS)}")
+        refuse_out_of_range(self)
         self._fill_in_noise()
         if self.dynamic_sampling_metric is not None and not self.dynamic_sampling:
             raise ConfigError(
                 f"dynamic_sampling_metric: {self.dynamic_sampling_metric} has no effect without dynamic_sampling: true"
             )
-        refuse_below_1(self, "dynamic_sampling_max_rounds", "to go without, use dynamic_sampling: false")
-        refuse_below_1(self, "vllm_kv_cache_memory_bytes", "leave it out to measure")
         self._check_checkpointing()
         if self.chat_template is not None:
             try:
@@ -242,7 +241,6 @@ class GRPOConfig(trl.GRPOConfig):
                     f"the noise is annealed from sigma_start to sigma_end: 0 < sigma_end <= sigma_start, "
                     f"not {self.sigma_end} and {self.sigma_start}; for no noise use noise_mode: none"
                 )
-            refuse_below_1(self, "num_stages", "for no noise use noise_mode: none")
         if self.noise_seed is None:
             self.noise_seed = self.seed
         uncorrected = self.noise_mode == "engine"

@@ -137,7 +137,7 @@ def up_to_date(content: Mapping[str, Any], where: str) -> dict[str, Any]:
             _warn_of_former(where, key, FORMER_KEYS[key])
             if FORMER_KEYS[key] in content:
                 raise ConfigError(f"{where}: {key} and {FORMER_KEYS[key]} are the same key; keep one of them")
-        if (current := current_value(key, value)) != value:
+        if (current := current_value(key, value)) is not value:
             _warn_of_former(where, f"{key}: {value}", f"{key}: {current}")
     return with_current_names(content)
 

@@ -25,6 +25,25 @@ class Refusal:
     way_out: str
 
 
+# Words that end a refusal -> keys whose numbers it is for. None is taken, and means what the key's help says.
+RANGES = {
+    "at least 1": """
+    dataset_size max_prompt_length max_completion_length num_stages dynamic_sampling_max_rounds num_iterations
+    num_generations num_generations_eval generation_batch_size steps_per_generation gradient_accumulation_steps
+    per_device_train_batch_size per_device_eval_batch_size vllm_kv_cache_memory_bytes vllm_tensor_parallel_size
+    """,
+    "at least 0": """
+    seed noise_seed learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm beta
+    epsilon epsilon_high off_policy_mask_threshold top_entropy_quantile eval_steps eval_delay save_steps
+    """,
+    "above 0": """
+    num_train_epochs delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg
+    vespo_lambda_neg vllm_importance_sampling_clip_max vllm_gpu_memory_utilization max_tool_calling_iterations
+    max_tool_tokens max_tool_seconds
+    """,
+}
+
+
 # Keys and values of the release before this one. They work for one more release, with a warning.
 FORMER_KEYS = {"checkpointed_layers": "recompute_layers", "skip_silent_rows": "skip_zero_advantage"}
 FORMER_VALUES = {"noise_mode": {"rollout": "engine", "corrected": "engine_is", "shared": "both"}}

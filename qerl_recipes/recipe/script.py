@@ -7,6 +7,7 @@ from typing import Any
 import trl
 
 from qerl_recipes.recipe.file import ConfigError, key
+from qerl_recipes.recipe.keys import RANGES
 
 
 @dataclass
@@ -65,14 +66,18 @@ class ScriptArguments(trl.ScriptArguments):
             self.environments = mapping("environments", self.environments)
         self.environment_kwargs = mapping("environment_kwargs", self.environment_kwargs)
         self.system_prompt = self.system_prompt or None  # so that the flag --system_prompt "" removes a recipe's
-        for name in ("dataset_size", "max_prompt_length"):
-            refuse_below_1(self, name, "leave it out for no limit")
+        refuse_out_of_range(self)
 
 
-def refuse_below_1(arguments: Any, name: str, way_out: str) -> None:
-    """Raise ConfigError if the number that ``arguments`` have for the key ``name`` is neither None nor at least 1."""
-    if (value := getattr(arguments, name)) is not None and value < 1:
-        raise ConfigError(f"{name} must be at least 1, not {value}; {way_out}")
+def refuse_out_of_range(arguments: Any) -> None:
+    """Raise ConfigError if a number that ``arguments`` have is outside the range of its key; NaN always is."""
+    for words, keys in RANGES.items():
+        least, is_open = int(words[-1]), words.startswith("above")
+        for name in keys.split():
+            value = getattr(arguments, name, None)
+            if isinstance(value, int | float) and not (value > least if is_open else value >= least):
+                default = type(arguments).__dataclass_fields__[name].default
+                raise ConfigError(f"{name} must be {words}, not {value}; the default is {default}")
 
 
 def mapping(name: str, value: Any) -> dict[str, Any] | None:

@@ -56,6 +56,7 @@ REFUSED = [
     ),
     ("--steps_per_generation 4 --save_steps 10", "save_steps: 10 does not fall between rollouts, each of which serves"),
     ("--gradient_accumulation_steps 4 --steps_per_generation 2", "whole optimizer steps"),
+    ("--max_steps 0", "max_steps: 0 is no limit, and trains num_train_epochs: 3; leave it out"),
     ("--save_strategy best", "save_strategy: best"),
     ("--vllm_max_model_length 56", "leaves no room for a prompt"),
     (

@@ -260,6 +260,13 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
         ("max_prompt_length: 0\n", "max_prompt_length must be at least 1"),
         ("chat_template: /no/such.jinja\n", "chat_template: '/no/such.jinja' is neither Jinja text nor a file with"),
         ("dynamic_sampling_metric: accuracy\n", "accuracy has no effect without dynamic_sampling: true"),
+        ("num_iterations: 0\n", "num_iterations must be at least 1, not 0; the default is 1"),
+        ("beta: -0.1\n", "beta must be at least 0, not -0.1"),
+        ("learning_rate: .nan\n", "learning_rate must be at least 0, not nan"),
+        (
+            "vllm_importance_sampling_clip_max: 0\n",
+            "vllm_importance_sampling_clip_max must be above 0, not 0.0",
+        ),
         ("dynamic_sampling_max_rounds: 0\n", "dynamic_sampling_max_rounds must be at least 1"),
         (
             "generation_batch_size: 60\nnum_generations: 8\n",
