@@ -22,7 +22,6 @@ class Gpu:
     memory: int
     is_hopper: bool
     name: str = "GPU"
-    driver: str | None = None
 
 
 def visible_names() -> list[str]:
@@ -48,8 +47,8 @@ def installed_gpu() -> Gpu | None:
     """Return the first GPU that torch will see, or None, by nvidia-smi, which takes no memory of it."""
     if not runs_on_cuda(os.environ):
         return None
-    name, driver, memory, capability = ask_driver("name,driver_version,memory.total,compute_cap")
-    return Gpu(int(memory) * MIB, capability == ".".join(map(str, HOPPER)), name, driver)
+    name, memory, capability = ask_driver("name,memory.total,compute_cap")
+    return Gpu(int(memory) * MIB, capability == ".".join(map(str, HOPPER)), name)
 
 
 def used_bytes() -> int:
