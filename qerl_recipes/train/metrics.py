@@ -14,6 +14,11 @@ Two figures of a rollout are measured anew, because TRL 1.16 computes something 
   normalized before the sum, TRL's is 0 as soon as any two completions of the batch differ.
 * ``completion_clipped`` is the share of completions that were cut off. TRL also counts those that ``stop`` or
   ``stop_token_ids`` ended, and leaves out episodes whose tokens ran out with a call open.
+
+With tools, a rollout's line also has the means of ``tool_calls`` and ``turns`` of an episode, the shares
+``tool_failures`` of calls that failed and ``episodes_cut`` of episodes whose tokens ran out with a call open, and
+``tool_seconds``, the main process's. ``environments_lost`` is how many processes of ``environment_python`` died or hung
+in an episode, with those in tool calls.
 """
 
 import json
