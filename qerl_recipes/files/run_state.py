@@ -22,7 +22,7 @@ from qerl_kernels.conditions import installed
 
 from qerl_recipes.files.base_model import written_name
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_recipes.recipe.keys import HONOURED, TOPICS, with_current_names
+from qerl_recipes.recipe.keys import HONOURED, TOPICS, means_of_a_micro_batch, with_current_names
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # subfolder for a run's final adapter
@@ -351,7 +351,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
         if rows[0] != rows[1]:
             formula = f"{' x '.join(sizes[:2])} / {sizes[2]}"
             yield f"an optimizer step had {rows[0]} completions and has {rows[1]} ({formula})"
-    rows_at_once, per_micro_batch = "per_device_train_batch_size", list(_means_of_a_micro_batch(now))
+    rows_at_once, per_micro_batch = "per_device_train_batch_size", list(means_of_a_micro_batch(now))
     if rows_at_once in common and before[rows_at_once] != now[rows_at_once] and per_micro_batch:
         yield (
             f"{rows_at_once} was {before[rows_at_once]} and is {now[rows_at_once]}, with which "
@@ -366,15 +366,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
             follows.append(f"the noise (noise_mode: {noise})")
         if before[key] != now[key] and follows:
             yield f"{key} was {before[key]} and is {now[key]}, which {' and '.join(follows)} would follow"
-
-
-def _means_of_a_micro_batch(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what of a recorded recipe makes a loss that is no sum over the rows of its micro-batches."""
-    if recipe.get("loss_type") == "bnpo":
-        yield "loss_type: bnpo"
-    for key, without in (("entropy_coef", 0), ("use_adaptive_entropy", False), ("top_entropy_quantile", 1)):
-        if (value := recipe.get(key, without)) != without:
-            yield f"{key}: {value}"
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ from qerl_recipes.memory.estimates import MicroBatch
 from qerl_recipes.model.packing import distribute
 from qerl_recipes.recipe.batches import FAST_TOKENS
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.keys import means_of_a_micro_batch
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,6 @@ class Trained:
         if not packs or self.is_flash or self.completion >= self.length:
             return False
         is_one_step = (training.steps_per_generation or 1) == training.gradient_accumulation_steps
-        has_bonus = training.entropy_coef or training.use_adaptive_entropy
-        is_a_sum = training.loss_type != "bnpo" and not has_bonus and training.top_entropy_quantile == 1.0
+        is_a_sum = not any(means_of_a_micro_batch(vars(training)))
         are_whole = training.per_device_train_batch_size % training.num_generations == 0
         return are_whole and is_one_step and (is_a_sum or training.gradient_accumulation_steps == 1)

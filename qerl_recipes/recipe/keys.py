@@ -5,7 +5,7 @@ refused by name, never ignored. Every field of the three dataclasses is either i
 fails when a new TRL (after 1.16) or transformers (after 5.17) adds one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,6 +256,15 @@ _HONOURED = {
 }
 TOPICS = {topic: tuple(keys.split()) for topic, keys in _HONOURED.items()}
 HONOURED = frozenset(key for keys in TOPICS.values() for key in keys)
+
+
+def means_of_a_micro_batch(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which keys make a loss that is no sum over the rows of its micro-batches, but a mean or a quantile."""
+    if recipe.get("loss_type") == "bnpo":
+        yield "loss_type: bnpo"
+    for key, without in (("entropy_coef", 0), ("use_adaptive_entropy", False), ("top_entropy_quantile", 1)):
+        if (value := recipe.get(key, without)) != without:
+            yield f"{key}: {value}"
 
 
 def with_current_names(recipe: Mapping[str, Any]) -> dict[str, Any]:

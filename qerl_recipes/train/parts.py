@@ -16,6 +16,7 @@ from trl.extras.profiling import profiling_decorator
 from qerl_recipes.model import logprobs
 from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.recipe.keys import means_of_a_micro_batch
 from qerl_recipes.train import loss, metrics
 
 GATHERS = ("gather", "reduce")  # of accelerate, with which TRL's loss joins its metrics over the processes
@@ -41,9 +42,7 @@ class PartsTrainer(GRPOTrainer):
         """Return TRL's micro-batch, after evening out the tokens per micro-batch where that cannot change the step."""
         before, window = self._buffered_inputs, self.args.gradient_accumulation_steps
         inputs = super()._prepare_inputs(generation_batch)
-        # a loss with a mean or a quantile over the tokens of one micro-batch would change
-        per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
-        is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
+        is_sum_over_rows = not any(means_of_a_micro_batch(vars(self.args)))  # another loss would change
         is_new = self._buffered_inputs is not before
         if self.loss_settings.pack_tokens and window > 1 and is_new and is_sum_over_rows:
             skips = self.loss_settings.skips_zero_advantage
