@@ -39,6 +39,7 @@ from qerl_vllm_plugin.wire.address import hidden
 CLI, LOG = "qerl_recipes.cli", "log.txt"
 MARK, RECIPE = "study.json", "recipe_keys"  # of a study's folder, and in it the keys of its recipe
 REFUSED, HINT = "qerl: ", "(QERL_TRACEBACK"  # begin a command's refusal, and the line after it
+BESIDE_OTHERS = "qerl: another process gave memory back"  # begins a refusal that a second start may not meet
 CURSOR_UP = "\x1b[A"  # what tqdm writes behind one progress bar below another
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
@@ -329,7 +330,8 @@ def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine)
     if code is None or code <= 0 or machine.stopping.is_set():
         return False
     has_steps = not (folder / one.trained).is_dir() and (folder / FILE).exists()
-    if has_steps or _reason(folder / LOG).startswith(REFUSED):
+    reason = _reason(folder / LOG)
+    if has_steps or (reason.startswith(REFUSED) and not reason.startswith(BESIDE_OTHERS)):
         return False
     say(f"{one.folder}: ended with {code} before it had made anything, and is begun once more")
     return True
