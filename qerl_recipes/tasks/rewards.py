@@ -6,8 +6,10 @@ with the column ``solution`` use math-verify through TRL. A solution that it can
 a completion out of the mean.
 """
 
+import functools
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -259,7 +261,37 @@ def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFa
     reward = factories[name](script) if name in factories else imported("reward_funcs", name, "rewards", factories)
     if not callable(reward):
         raise ConfigError(f"reward_funcs: {name} is not a function but {reward!r}")
-    return reward
+    return reward if name in FACTORIES else _giving_numbers(reward, name)
+
+
+def _giving_numbers(reward: Reward, name: str) -> Reward:
+    """Return the reward, which raises ValueError for values that TRL cannot read, and for NaN, its mark for None."""
+    from trl.trainer.utils import get_callable_name, is_async_callable
+
+    def numbers(values: Any) -> list[float | None]:
+        try:
+            given = list(values)
+            wrong = [value for value in given if value is not None and math.isnan(value)]
+        except TypeError:  # no list, or a value that is no number
+            wrong = [values]
+        if wrong:
+            raise ValueError(
+                f"the reward {name} gave {str(wrong[0])[:100]}; return a list with a finite number for each "
+                "completion, or None where the reward does not apply"
+            )
+        return given
+
+    @functools.wraps(reward)
+    def function(*args: Any, **columns: Any) -> list[float | None]:
+        return numbers(reward(*args, **columns))
+
+    @functools.wraps(reward)
+    async def coroutine(*args: Any, **columns: Any) -> list[float | None]:
+        return numbers(await reward(*args, **columns))  # type: ignore[misc]
+
+    wrapped: Any = coroutine if is_async_callable(reward) else function
+    wrapped.__name__ = get_callable_name(reward)
+    return wrapped
 
 
 def without_effect(script: ScriptArguments) -> list[str]:

@@ -1,5 +1,6 @@
 """Test rewards against numbers worked out by hand from the definitions."""
 
+import asyncio
 import re
 from decimal import Decimal
 
@@ -315,6 +316,20 @@ def test_a_dotted_path_names_a_function_of_one_s_own(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text("def half(completions, **columns):\n    return [0.5] * len(completions)\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert reward("own_rewards.half")(completions=["a", "b"]) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("values", ["None", "0.5", '["1", "0"]', "[0.5, float('nan')]", "[[1.0], [0.0]]"])
+def test_a_reward_of_one_s_own_that_gives_no_numbers_is_named(values, tmp_path, monkeypatch):
+    name = f"rewards_{abs(hash(values))}"
+    wrong = f"class Own:\n    async def __call__(self, answer, **columns):\n        return {values}\nwrong = Own()\n"
+    right = "def right(answer, **columns):\n    return [None, True]\n"
+    (tmp_path / f"{name}.py").write_text(wrong + right)
+    monkeypatch.syspath_prepend(tmp_path)
+    own, other = reward(f"{name}.wrong"), reward(f"{name}.right")
+    assert own.__name__ == "Own" and required_columns(own) == {"answer"}
+    assert other.__name__ == "right" and other(answer=["a", "b"]) == [None, True]
+    with pytest.raises(ValueError, match=rf"the reward {name}\.wrong gave .*; return a list with a finite number for"):
+        asyncio.run(own(answer=["a", "b"]))
 
 
 @pytest.mark.parametrize(
