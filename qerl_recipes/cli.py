@@ -307,7 +307,7 @@ def study(
     output: Annotated[Path | None, typer.Option(help="its folder, default: runs/studies/NAME")] = None,
     jobs: Annotated[int, typer.Option(help="trainings or evaluations at a time, dealt out to the visible GPUs")] = 1,
     minutes: Annotated[
-        float | None, typer.Option(help="then everything saves its state and ends; the same command goes on")
+        float | None, typer.Option(min=0, help="then everything saves its state and ends; the same command goes on")
     ] = None,
     table: Annotated[
         Path | None, typer.Option(help="run nothing: make page and pictures anew from this results.csv.gz")

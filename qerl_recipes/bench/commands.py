@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from qerl_recipes.recipe.keys import ENGINE_RANKS
+
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 SHAPE = "Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; 30B-A3B, Qwen3's mixture of experts; tiny or tiny-moe, for a CPU"
 KERNELS = Path(__file__).parents[2] / "kernels/bench"  # in a checkout
 Shape = Annotated[str, typer.Option(help=SHAPE)]
-Rank = Annotated[int, typer.Option(help="rank of the LoRA adapter")]
+Rank = Annotated[int, typer.Option(min=1, max=ENGINE_RANKS[-1], help="rank of the LoRA adapter")]
 Output = Annotated[Path | None, typer.Option(help="JSON file to write")]
 BY_THE_RECIPE = ("shape", "arms", "groups", "generations", "completion", "rank", "seed")  # options of `bench train`
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)

@@ -71,7 +71,7 @@ def export(
         quantization=arm,
         versions=run_state.versions(),
         datasets=hub_ids(saved.recipe),
-        name="policy" if name is None else name,
+        name=name or "policy",
         folder=target,
     )
     state = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(norms)}

@@ -392,6 +392,7 @@ def test_what_failed_to_start_is_begun_once_more(study, calls, tmp_path):
 def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
     calls(lambda name, log, machine: machine.stopping.wait(30) and -15)
     conduct_it = ["study", str(study(sweep=None)), "--output", str(tmp_path / "out"), "--minutes", "0.005"]
+    assert "greater than or equal to 0" in CliRunner().invoke(app, [*conduct_it[:-1], "-1"]).output
     said = CliRunner().invoke(app, conduct_it)
     assert said.exit_code == 0 and "stopped before the end; the same command goes on" in said.output
 
