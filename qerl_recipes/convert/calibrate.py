@@ -73,6 +73,7 @@ def write_own_answers(
         max_model_length=training.vllm_max_model_length,
         tensor_parallel_size=training.vllm_tensor_parallel_size,
         gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory_bytes=training.vllm_kv_cache_memory_bytes,
     )
     llm = start(engine)
     try:

@@ -107,7 +107,7 @@ def quantize_checkpoint(
     * ``method``: ``rtn`` rounds to nearest; ``gptq`` and ``awq`` run llmcompressor on the first ``calibration_samples``
       (256) texts of ``calibration``, each up to 2048 tokens.
     * ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only).
-    * ``device``: ``cpu``, ``cuda`` or ``cuda:N``, by default a GPU for gptq and awq alone.
+    * ``device``: ``cpu``, ``cuda`` or ``cuda:N``, by default a GPU if there is one, and the CPU to round to nearest.
     * ``ignore``: module names or ``re:`` patterns to keep in BF16, beside those of ``pack.make_plan``.
 
     Return the report with the error of each layer (awq has none), also written to quantize_report.json. Warn if
@@ -115,7 +115,7 @@ def quantize_checkpoint(
     ValueError for options that do not fit, OSError for a destination, and RuntimeError if llmcompressor fails.
     """
     if device is None:
-        device = "cuda" if method != "rtn" and torch.cuda.is_available() else "cpu"
+        device = "cuda" if (method, scales) != ("rtn", "amax") and torch.cuda.is_available() else "cpu"
     _check_options(method, scales, device, calibration, calibration_samples)
     folder, target = local_folder(source), Path(destination).absolute()
     if target == folder.resolve() or folder.resolve() in target.parents or target in folder.resolve().parents:

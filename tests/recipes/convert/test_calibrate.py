@@ -117,7 +117,7 @@ def test_the_engine_has_a_memory_share_of_its_own(recipe, tmp_path, monkeypatch)
         write_own_answers([*flags, "--vllm_tensor_parallel_size", "2"], tmp_path / "texts.jsonl", 4)
     (engine,) = stopped.value.args
     assert (engine.tensor_parallel_size, engine.gpu_memory_utilization, engine.dtype) == (2, 0.9, "float32")
-    assert engine.kv_cache_memory_bytes is None and engine.max_model_length == 64
+    assert engine.kv_cache_memory_bytes == 10**9 and engine.max_model_length == 64
     with pytest.raises(Stopped) as stopped:
         write_own_answers(flags, tmp_path / "texts.jsonl", 4, gpu_memory_utilization=0.5)
     assert stopped.value.args[0].gpu_memory_utilization == 0.5

@@ -310,3 +310,19 @@ def test_stacked_parts_of_linear_attention_share_a_scale(tmp_path):
     assert divisors["in_proj_qkv"] == divisors["in_proj_z"] == float(2688 / largest)
     assert divisors["out_proj"] == float(2688 / weights["out_proj"].abs().max())
     assert not {"in_proj_b", "in_proj_a"} & divisors.keys()  # the gates stay in BF16
+
+
+@pytest.mark.parametrize(("scales", "device"), [("amax", "cpu"), ("mse", "cuda")])
+def test_a_search_runs_on_the_gpu_where_there_is_one(scales, device, dense, tmp_path, monkeypatch):
+    seen = []
+
+    def stop(report, plan, device):
+        seen.append(device)
+        raise LookupError
+
+    monkeypatch.setattr("qerl_recipes.convert.quantize.find_divisors", stop)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LookupError):
+        quantize_checkpoint(dense, tmp_path / "out", scales=scales)
+    assert seen == [device]
