@@ -45,10 +45,10 @@ def blindness(
     probed[index]["content"] = (
         [{"type": "text", "text": PROBE}] if isinstance(messages[index]["content"], list) else PROBE
     )
-    rendering = {"chat_template": template, "tokenize": False, "add_generation_prompt": True, **options}
+    rendering = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
     roles = ", ".join(message["role"] for message in messages)
     try:
-        if PROBE in tokenizer.apply_chat_template(probed, **rendering):
+        if PROBE in tokenizer.apply_chat_template(probed, **rendering, **options):  # options may repeat none of them
             return None
     except Exception as error:  # Jinja's errors, or those that the template itself raises
         reason = f"it cannot render messages of {roles} ({type(error).__name__}: {error})"

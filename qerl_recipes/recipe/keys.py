@@ -33,8 +33,8 @@ RANGES = {
     per_device_train_batch_size per_device_eval_batch_size vllm_kv_cache_memory_bytes vllm_tensor_parallel_size
     """,
     "at least 0": """
-    seed noise_seed learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm beta
-    epsilon epsilon_high off_policy_mask_threshold top_entropy_quantile eval_steps eval_delay save_steps
+    seed dataset_seed noise_seed learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon beta
+    max_grad_norm epsilon epsilon_high off_policy_mask_threshold top_entropy_quantile eval_steps eval_delay save_steps
     """,
     "above 0": """
     num_train_epochs delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg

@@ -186,6 +186,8 @@ def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
 def from_name(script: ScriptArguments) -> Splits:
     """Load a local file, a local folder or a hub id; ``dataset_kwargs.columns`` renames columns, {old: new}."""
     names, source = options(script, {"columns"}).get("columns", {}), str(script.dataset_name)
+    if not isinstance(names, dict) or not all(isinstance(new, str) for new in names.values()):
+        raise ConfigError(f"dataset_kwargs: columns is {names!r}; it maps columns to new names, {{OLD: NEW}}")
     splits = from_files(script, source, script.dataset_config)
     return map_splits(splits, lambda data: rename(data, names, source))
 

@@ -148,6 +148,8 @@ NO_SPLITS = ("reasoning_gym", "running_sum", "pick_number")
         ),
         ("FOLDER/mine.jsonl", {"dataset_size": 9}, "dataset_size is 9"),
         ("FOLDER/mine.jsonl", {"dataset_kwargs": {"colums": {}}}, "knows no colums"),
+        ("FOLDER/mine.jsonl", {"dataset_kwargs": {"columns": ["a"]}}, "dataset_kwargs: columns is ['a']; it maps"),
+        ("FOLDER/mine.jsonl", {"dataset_kwargs": {"columns": {"a": 3}}}, "dataset_kwargs: columns is {'a': 3}; it"),
         *((name, {"dataset_test_split": "t"}, f"{name} does not read dataset_test_split") for name in NO_SPLITS),
         ("pick_number", {"dataset_config": "main"}, "pick_number does not read dataset_config"),
         ("bigmath", {"dataset_kwargs": {"path": "FOLDER/mine.jsonl"}}, "has the columns"),
