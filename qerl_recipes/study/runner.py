@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -40,6 +41,7 @@ CLI, LOG = "qerl_recipes.cli", "log.txt"
 MARK, RECIPE = "study.json", "recipe_keys"  # of a study's folder, and in it the keys of its recipe
 REFUSED, HINT = "qerl: ", "(QERL_TRACEBACK"  # begin a command's refusal, and the line after it
 BESIDE_OTHERS = "qerl: another process gave memory back"  # begins a refusal that a second start may not meet
+FULL = re.compile(r"out of memory|Free memory on device|No available memory for the cache", re.IGNORECASE)
 CURSOR_UP = "\x1b[A"  # what tqdm writes behind one progress bar below another
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
@@ -249,9 +251,15 @@ def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[
                 return failed
             for task in wait(at_work, return_when=FIRST_COMPLETED).done:
                 gpu, runs, trained = at_work.pop(task)
-                free.append(gpu)
                 left.evaluations -= trained
-                failed += (reasons := task.result())
+                reasons, queue = task.result(), left.trained if trained else left.untrained
+                places = [*free, *(place for place, *_ in at_work.values())]
+                if reasons and gpu in places and any(_ran_full(folder / one.folder / LOG) for one in runs):
+                    queue[:0] = runs
+                    say(f"{len(places)} at a time from here on: more do not fit into the memory of the GPU")
+                    continue
+                free.append(gpu)
+                failed += reasons
                 if not trained and not reasons and not machine.stopping.is_set():
                     left.trained = sorted([*left.trained, *runs], key=lambda one: list(begun).index(one.folder))
 
@@ -327,7 +335,7 @@ def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine)
     a file of its compilation cache while another process writes it. A refusal, a training that has made a step, and
     what was told to end are left alone.
     """
-    if code is None or code <= 0 or machine.stopping.is_set():
+    if code is None or code <= 0 or machine.stopping.is_set() or _ran_full(folder / LOG):
         return False
     has_steps = not (folder / one.trained).is_dir() and (folder / FILE).exists()
     reason = _reason(folder / LOG)
@@ -368,14 +376,23 @@ def _failure(one: Run, folder: Path, code: int | None, machine: Machine) -> list
     return [f"{one.folder} ended with {code}: {reason} (all of it in {folder / LOG})"]
 
 
-def _reason(log: Path) -> str:
-    """Return why the last command in a log has failed: its refusal, or else its last line."""
+def _output(log: Path) -> list[str]:
+    """Return the lines of the last command in a log."""
     text = log.read_text(encoding="utf-8", errors="replace").replace(CURSOR_UP, "")
     lines = [line for line in text.splitlines() if line.strip()]
-    begins = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
-    output = lines[begins + 1 :]
+    return lines[max((i for i, line in enumerate(lines, start=1) if line.startswith("$ ")), default=0) :]
+
+
+def _ran_full(log: Path) -> bool:
+    """Return whether the last command in a log found no room in the memory of its GPU."""
+    return any(FULL.search(line) for line in _output(log))
+
+
+def _reason(log: Path) -> str:
+    """Return why the last command in a log has failed: its refusal, a GPU without room, or else its last line."""
+    output = _output(log)
     refusals = [i for i, line in enumerate(output) if line.startswith(REFUSED)]
     if not refusals:
-        return output[-1] if output else "it said nothing"
+        return next(filter(FULL.search, output), output[-1] if output else "it said nothing")
     whole = itertools.takewhile(lambda line: not line.startswith(HINT), output[refusals[-1] :])
     return " ".join(line.strip() for line in whole)

@@ -389,6 +389,27 @@ def test_what_failed_to_start_is_begun_once_more(study, calls, tmp_path):
     assert {key for key, times in called.items() if times == 2} == {("a/seed-1", "train"), ("b/seed-3", "train")}
 
 
+def test_runs_that_find_the_gpu_full_are_begun_again_fewer_at_a_time(study, calls, tmp_path, capsys):
+    """Let two of four runs have room at a time, and one never."""
+    plan, out = read(study(sweep=None, seeds=[0, 1])), tmp_path / "out"
+    lock, begun = threading.Barrier(4, timeout=30), Counter()
+
+    def train(name, log, machine):
+        begun[name] += 1
+        log.write_text("$ qerl train\n")
+        if begun.total() <= 4:
+            lock.wait()
+        if name == "b/seed-1" or (name == "a/seed-1" and begun[name] == 1):
+            log.write_text("$ qerl train\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nwarning\n")
+            return 1
+
+    calls(train)
+    with pytest.raises(StudyError, match=r"^b/seed-1 ended with 1: torch\.OutOfMemoryError: CUDA out of memory"):
+        runner.run(plan, out, jobs=4)
+    assert begun == {"a/seed-0": 1, "a/seed-1": 2, "b/seed-0": 1, "b/seed-1": 3}
+    assert "1 at a time from here on: more do not fit into the memory of the GPU" in capsys.readouterr().err
+
+
 def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
     calls(lambda name, log, machine: machine.stopping.wait(30) and -15)
     conduct_it = ["study", str(study(sweep=None)), "--output", str(tmp_path / "out"), "--minutes", "0.005"]
