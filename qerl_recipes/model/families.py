@@ -56,12 +56,16 @@ def misfits(
     yield from _quantization_misfits(config, name, training)
     yield from _length_misfits(config, name, script, training)
     sampling, tokens = training.generation_kwargs or {}, config.get("vocab_size")
-    biased = [] if wrong_bias(sampling) is not None else [int(token) for token in sampling.get("logit_bias") or ()]
-    if isinstance(tokens, int) and max(biased, default=0) >= tokens:
-        yield (
-            f"generation_kwargs: logit_bias has the token {max(biased)}, and {name} has {tokens} (0 to {tokens - 1}); "
-            "remove it"
-        )
+    named = {key: sampling.get(key) for key in ("stop_token_ids", "allowed_token_ids")}
+    named["logit_bias"] = None if wrong_bias(sampling) is not None else [*map(int, sampling.get("logit_bias") or ())]
+    for key, ids in named.items():
+        known = [token for token in ids if isinstance(token, int)] if isinstance(ids, list) else []
+        largest = max(known, default=0)
+        if isinstance(tokens, int) and largest >= tokens:
+            yield (
+                f"generation_kwargs: {key} has the token {largest}, and {name} has {tokens} (0 to {tokens - 1}); "
+                "remove it"
+            )
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:

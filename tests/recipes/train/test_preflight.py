@@ -150,13 +150,15 @@ def test_positions_that_the_model_stretches_are_left_to_the_engine(key, demo, tm
         ("qerl_nvfp4", {"quantization_config": {"quant_method": "awq"}}, "awq"),
         ("qerl_nvfp4", None, "no readable config.json"),
         ("qerl_nvfp4", {"vocab_size": 9}, "generation_kwargs: logit_bias has the token 9, and MODEL has 9 (0 to 8)"),
+        ("qerl_nvfp4", {"vocab_size": 9}, "generation_kwargs: stop_token_ids has the token 10, and MODEL has 9 (0 to"),
     ],
-    ids=["experts", "bf16 of a quantized", "nf4 of a quantized", "awq", "no config", "tokens"],
+    ids=["experts", "bf16 of a quantized", "nf4 of a quantized", "awq", "no config", "tokens", "stops"],
 )
 def test_a_checkpoint_that_does_not_fit_the_arm_is_refused(arm, config, message, refusal, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = ["--quantization", arm, "--generation_kwargs", '{"logit_bias": {"9": 5.0, "8": 5.0}}']
+    tokens = '{"logit_bias": {"9": 5.0, "8": 5.0}, "stop_token_ids": [10]}'
+    flags = ["--quantization", arm, "--generation_kwargs", tokens]
     text = refusal("--model_name_or_path", str(tmp_path), *flags)
     assert message.replace("MODEL", str(tmp_path)) in text
 
