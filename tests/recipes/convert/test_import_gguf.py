@@ -154,7 +154,7 @@ def test_smollm2_speaks_and_its_tokens_are_the_file_s(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CODER is None, reason="set QERL_CODER_GGUF to qwen2.5-coder-0.5b-instruct, 491,400,064 bytes")
+@pytest.mark.skipif(CODER is None, reason="set QERL_CODER_GGUF to a coder of recipes/quantization.md")
 def test_the_coder_speaks_and_its_tokens_are_those_released(tmp_path):
     folder = importing.import_gguf(Path(str(CODER)), tmp_path / "model")
     tokenizer, said = answer(folder, "What is the capital of France?")
