@@ -169,7 +169,7 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
             for metric in judged.columns.intersection(JUDGED):
                 found[f"{prefix}{metric}{of}"] = float(judged[metric].mean(skipna=False))
             for metric, label in (("pass_at", "pass"), ("maj_at", "maj")):
-                for k in judged[metric].iloc[0] if metric in judged else ():
+                for k in judged[metric].iloc[0] if metric in judged and judged[metric].notna().all() else ():
                     mean = sum(task[k]["value"] for task in judged[metric]) / len(judged)
                     found[f"{prefix}{label}@{k}{of}"] = mean
             for number, task in enumerate(tasks[policy]):

@@ -107,7 +107,8 @@ def _how_compared(study: Study, values: pd.DataFrame) -> str:
     text += f". Paired t test{holm_over}; below {percent(ALPHA)} in bold."
     if any(c.verdict().endswith(T_ONLY) for c in found):
         text += f" †: the exact test cannot go below {2.0 ** (1 - seeds):.2g}."
-    least = 100 * visible(spreads[len(spreads) // 2], seeds, made)
+    if (least := 100 * visible(spreads[len(spreads) // 2], seeds, made)) < 1e-9:
+        return f"{text} The seeds do not differ, which leaves open what they could detect."
     return f"{text} Detectable at {percent(POWER)} power: {least:.1f} points."
 
 

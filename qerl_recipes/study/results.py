@@ -93,12 +93,11 @@ def cut(values: pd.DataFrame) -> pd.Series:
     return values.clipped_end[values.clipped_end > CUT] if "clipped_end" in values else pd.Series(dtype=float)
 
 
-def without_cut(study: Study, values: pd.DataFrame, kind: str = "best") -> list[Comparison]:
-    """Return, by t, the comparisons that lose a seed if the runs of `cut` are left out."""
-    named = cut(values).index
-    arms = {arm for arm, seed in named if seed in study.seeds}
-    kept = comparisons(study, values.drop(index=named), kind, by_t=True)
-    return [comparison for comparison in kept if {comparison.a, comparison.b} & arms]
+def without_cut(study: Study, values: pd.DataFrame, kind: str = "best") -> tuple[pd.DataFrame, list[Comparison]]:
+    """Return the values without the seeds' runs of `cut`, and, by t, the comparisons that lose a seed there."""
+    named = [(arm, seed) for arm, seed in cut(values).index if seed in study.seeds]
+    kept, arms = values.drop(index=named), {arm for arm, _ in named}
+    return kept, [one for one in comparisons(study, kept, kind, by_t=True) if {one.a, one.b} & arms]
 
 
 def verdicts(study: Study, values: pd.DataFrame, claims: Sequence[Claim]) -> pd.DataFrame:
@@ -196,13 +195,14 @@ def compared(study: Study, values: pd.DataFrame) -> pd.DataFrame:
     for which, kind in (("best", PLANNED), ("common", f"{PLANNED}, at the common value")):
         if which not in labels(study, values):
             continue
-        made = [(kind, comparison) for comparison in comparisons(study, values, which)]
+        made = [(kind, values, comparison) for comparison in comparisons(study, values, which)]
         if study.afterwards.two_states is not None:
-            made += [(f"{kind}, by t", comparison) for comparison in comparisons(study, values, which, by_t=True)]
-        made += [(f"{kind}, without cut runs", comparison) for comparison in without_cut(study, values, which)]
-        for name, found in made:
-            of = [of_arm(values, ACCURACY, arm, study.seeds) for arm in (found.a, found.b)]
-            verdict = "" if name.endswith("cut runs") else found.verdict()
+            made += [(f"{kind}, by t", values, one) for one in comparisons(study, values, which, by_t=True)]
+        kept, left = without_cut(study, values, which)
+        made += [(f"{kind}, without cut runs", kept, one) for one in left]
+        for name, runs, found in made:
+            of = [of_arm(runs, ACCURACY, arm, study.seeds) for arm in (found.a, found.b)]
+            verdict = "" if runs is kept else found.verdict()
             tables.append(pd.DataFrame([{"kind": name, "metric": ACCURACY} | _row(found, of) | {"verdict": verdict}]))
     for kind, claims in (("claim", study.claims), ("afterwards", study.afterwards.claims)):
         if claims:
@@ -214,7 +214,7 @@ def by_arm(study: Study, rows: pd.DataFrame, values: pd.DataFrame) -> pd.DataFra
     """Return runs, mean and deviation of each arm and metric, of the study's seeds and of the sweep's."""
     of_steps = rows.metric[rows.duplicated(["arm", "seed", "metric"])].unique()
     values = values.drop(columns=["last_step", *of_steps], errors="ignore")
-    if study.afterwards.two_states is not None:
+    if study.afterwards.two_states is not None and ACCURACY in values:
         values = values.assign(**{IN_UPPER_STATE: (values.accuracy > study.afterwards.two_states) * 1.0})
     kind = np.where(values.index.get_level_values("seed").isin(study.seeds), "study", "sweep")
     long = values.assign(runs_of=kind).reset_index().melt(["arm", "seed", "runs_of"], var_name="metric")

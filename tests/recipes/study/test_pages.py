@@ -19,7 +19,7 @@ from qerl_recipes.evaluate.figures import summarize, unpacked
 from qerl_recipes.evaluate.intervals import over_seeds_and_problems
 from qerl_recipes.study import pages, results
 from qerl_recipes.study.commands import compare, conduct, sum_up
-from qerl_recipes.study.inventory import BY_PROBLEM, TABLE, all_runs, collect, keep, read_table, write_table
+from qerl_recipes.study.inventory import BY_PROBLEM, TABLE, all_runs, collect, figures, keep, read_table, write_table
 from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
 
 ROOT = Path(__file__).parents[3]
@@ -173,15 +173,35 @@ def test_runs_whose_answers_do_not_end_are_named_and_left_out(study, rows_table)
     rows = rows_table(rows + accuracies([0.5] * 3, [0.60, 0.30, 0.62]))
     values = results.final(rows, None)
     assert results.cut(values).to_dict() == {("b", 1): pytest.approx(0.9)}  # exactly a tenth is not above the limit
-    (without,) = results.without_cut(plan, values)
+    _, (without,) = results.without_cut(plan, values)
     assert without.difference == pytest.approx(0.11) and without.seeds == 2
     page = page_of(plan, rows, values)
     assert "of completions cut at the end: b seed 1 (90 %)." in page and "+0.7 (-" in page
     found = results.compared(plan, values)
-    assert found.difference[found.kind == "planned, without cut runs"].tolist() == pytest.approx([0.11])
+    (left,) = found[found.kind == "planned, without cut runs"].to_dict("records")
+    assert [left[key] for key in ("difference", "mean_a", "mean_b")] == pytest.approx([0.11, 0.61, 0.5])
     fine = results.final(rows.assign(value=rows.value.where(rows.metric != "completion_clipped", 0.1)), None)
     assert "completions cut" not in page_of(plan, rows, fine)
-    assert results.without_cut(plan, fine) == []
+    assert results.without_cut(plan, fine)[1] == []
+
+
+def test_a_swept_run_that_is_cut_still_chooses_the_best_value(study, rows_table):
+    plan = read(study())
+    rows = [(f"{arm}@0.0001", s, 9, "accuracy", 0.2) for arm in "ab" for s in (100, 101)]
+    rows += [(f"{arm}@0.001", s, 9, "accuracy", 0.5) for arm in "ab" for s in (100, 101)]
+    rows += [(f"{arm}@0.001", s, 9, "accuracy", 0.5 + s / 100 * (arm == "b")) for arm in "ab" for s in (0, 1, 2)]
+    rows += [("a@0.0001", 100, 9, "clipped_end", 0.4), ("b@0.001", 0, 9, "clipped_end", 0.4)]
+    _, (without,) = results.without_cut(plan, results.final(rows_table(rows), None))
+    assert (without.a, without.seeds) == ("b@0.001", 2)
+
+
+@pytest.mark.parametrize("two_states", [None, 0.75])
+def test_pages_of_no_runs_and_of_seeds_that_do_not_differ(two_states, study, rows_table):
+    plan = read(study(sweep=None, afterwards={"two_states": two_states}))
+    assert results.by_arm(plan, rows_table([]), results.final(rows_table([]), None)).empty
+    rows = rows_table(accuracies([0.5] * 3, [0.5] * 3))
+    page = page_of(plan, rows, results.final(rows, None))
+    assert "Detectable" not in page and ("The seeds do not differ" in page) == (two_states is None)
 
 
 def test_runs_of_two_states_are_counted(study, rows_table):
@@ -365,6 +385,18 @@ def test_judgements_by_problem_come_from_the_evaluation_to_the_comparison(study,
     assert results.over_problems(plan, few, "b", "a") is None
     keep(plan, table, tmp_path)  # a study that continues from its table keeps these rows
     assert len(collect(plan, tmp_path)) == len(rows)
+
+
+def test_a_vote_is_of_the_tasks_that_all_have_one(study, finish, tmp_path):
+    plan = read(study(sweep=None))
+    run = first_runs(plan)[0]
+    finish(run, tmp_path, 0.5)
+    at = {"4": {"value": 0.75}}
+    of = [{"accuracy": 0.5, "pass_at": at, "maj_at": at}, {"accuracy": 0.25, "pass_at": at}]  # episodes have no vote
+    for tasks in (of, of[::-1]):
+        content = {"tasks": {str(number): {"adapter": task} for number, task in enumerate(tasks)}}
+        (tmp_path / run.folder / "evaluation/greedy/evaluation.json").write_text(json.dumps(content))
+        assert figures(plan, run, tmp_path) == {"accuracy": 0.375, "pass@4": 0.75}
 
 
 # These tests are about the page over all studies.

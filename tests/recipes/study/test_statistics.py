@@ -56,6 +56,9 @@ def test_the_exact_test_flips_all_signs():
     signs = itertools.product((1, -1), repeat=6)
     sums = [abs(sum(s * d for s, d in zip(of, mixed, strict=True))) for of in signs]
     assert paired(mixed).p_exact == pytest.approx(sum(of >= abs(sum(mixed)) - 1e-12 for of in sums) / 2**6)
+    of_a = pd.Series([300, 401, 250, 333, 512, 128, 77, 90]) / 1319  # one problem more or less, in floats
+    found = compare(("a", "b"), of_a, of_a - pd.Series([1, 0, -1, 1, 1, 0, -1, 1]) / 1319)
+    assert found.p_exact == paired([1, 0, -1, 1, 1, 0, -1, 1]).p_exact == pytest.approx(0.6875)
     many = [paired([0.1 + n / 100 for n in range(16)]) for _ in range(2)]
     assert many[0].p_exact == many[1].p_exact < 0.001  # sampled at random, with the same result each time
 
