@@ -17,6 +17,7 @@ RESULTS = ROOT / "kernels" / "results"
 FOLDERS = ("recipes", "qerl_vllm_plugin", "kernels", "kernels/results", "tests")
 PAGES = [README, *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.S)]
+BLOCKS.append(("bash", (ROOT / "tests" / "published" / "run.sh").read_text()))
 OTHERS = ("bf16_merged", "fp8_merged", "stock_nvfp4_humming")
 SWAPS = ("7B", "32B_tp2")
 PACKAGES = ("qerl_recipes", "qerl_vllm_plugin", "kernels", "tests")
