@@ -39,13 +39,14 @@ def blindness(
     """Explain why conversations like ``messages`` would not show the problem to the model; return None if they would.
 
     The conversation is rendered with a probe text in place of its problem. ``template`` replaces the tokenizer's own
-    chat template. ``options`` are the recipe's ``chat_template_kwargs``.
+    chat template. ``options`` are the recipe's ``chat_template_kwargs``, with tools also TRL's template.
     """
     probed, index = [dict(message) for message in messages], problem_turn(messages)
     probed[index]["content"] = (
         [{"type": "text", "text": PROBE}] if isinstance(messages[index]["content"], list) else PROBE
     )
-    rendering = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
+    rendering = {"tokenize": False, "add_generation_prompt": True}
+    options = {"chat_template": template, **options}  # with tools they hold the template that TRL trains with
     roles = ", ".join(message["role"] for message in messages)
     try:
         if PROBE in tokenizer.apply_chat_template(probed, **rendering, **options):  # options may repeat none of them

@@ -144,6 +144,7 @@ def test_options_of_a_chat_template_that_is_not_there_are_named(jsonl, recwarn):
         load(None, {"enable_thinking": False}, dataset_name=path)
     with pytest.raises(ConfigError, match=r"cannot render .* multiple values for keyword argument 'add_generation_pro"):
         load(CHATML, {"add_generation_prompt": False}, dataset_name=path)
+    load(CHATML, {"chat_template": None}, dataset_name=path)  # as with tools
 
 
 def test_a_system_prompt_without_a_chat_template_is_refused(jsonl):
