@@ -133,7 +133,7 @@ def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, t
             f"{table}: {len(both)} seeds have {metric} of both {a} and {b}{'' if steps is None else f' in {steps}'}; a "
             "comparison needs at least 2"
         )
-    judged = over_problems(study, rows, a, b) if (metric, steps) == (ACCURACY, None) else None
+    judged = over_problems(study, rows, a, b, both) if (metric, steps) == (ACCURACY, None) else None
     more = f", over seeds and {judged[0]} problems {judged[1]:+.4g} to {judged[2]:+.4g}" if judged else ""
     each = ", ".join(f"{difference:+.4g}" for difference in of_a[both] - of_b[both])
     lacking = [str(seed) for seed in study.seeds if seed not in both]  # of steps_to_target those that did not reach it

@@ -68,7 +68,7 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
     if planned.seeds.nunique() > 1:
         shown["seeds"] = planned.seeds.astype(int)
     bound, pairs = study.afterwards.two_states, list(zip(planned.a, planned.b, strict=True))
-    seeds = [study.seeds if bound is not None else _of_both(study, values, *pair) for pair in pairs]
+    seeds = [_of_both(study, values, *pair) for pair in pairs]
     for side in ("a", "b"):
         of_side = zip(planned[side], seeds, strict=True)
         shown[f"accuracy {side}, %"] = [_accuracies(study, values, *of) for of in of_side]

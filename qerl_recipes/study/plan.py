@@ -110,7 +110,7 @@ class Afterwards(_Strict):
     answer: str = ""
     plot: Plot = Plot()
     claims: list[Look] = []
-    two_states: float | None = None
+    two_states: Annotated[float, Field(gt=0, lt=1)] | None = None
     untested: dict[str, str] = {}
 
 

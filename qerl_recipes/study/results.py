@@ -242,11 +242,12 @@ def hours(rows: pd.DataFrame) -> dict[str, float]:
     return of.groupby(of.metric.str.removeprefix(HOURS)).value.sum().to_dict()
 
 
-def over_problems(study: Study, rows: pd.DataFrame, a: str, b: str) -> tuple[int, float, float] | None:
-    """Return the number of problems and the 95 % interval of a - b over seeds and problems; None for too few."""
+def over_problems(
+    study: Study, rows: pd.DataFrame, a: str, b: str, seeds: Sequence[int]
+) -> tuple[int, float, float] | None:
+    """Return the number of problems and the 95 % interval of a - b over those seeds and problems; None for too few."""
     shares = [_shares(rows, study.primary, label) for label in (a, b)]
-    seeds = [seed for seed in study.seeds if all(seed in of for of in shares)]
-    if len(seeds) < 2 or min(map(len, shares[0][seeds[0]].values())) < 2:
+    if not all(set(seeds) <= of.keys() for of in shares) or min(map(len, shares[0][seeds[0]].values())) < 2:
         return None
     tasks = sorted(shares[0][seeds[0]])
     differences = [np.array([shares[0][seed][task] - shares[1][seed][task] for seed in seeds]) for task in tasks]

@@ -58,18 +58,16 @@ class Comparison:
 def compare(pair: tuple[str, str], of_a: pd.Series, of_b: pd.Series, bound: float | None = None) -> Comparison | None:
     """Compare two arms, each given as seed -> value; return None if fewer than two seeds have a value of both.
 
-    With ``bound`` the runs above it are counted, and compared by Fisher's exact test: no t test fits values of two
+    With ``bound`` their runs above it are counted, and compared by Fisher's exact test: no t test fits values of two
     states. Where all differences are equal there is no spread to divide by, and p is that of the sign test.
     """
     both = pd.concat({"a": of_a, "b": of_b}, axis=1).dropna().sort_index()
     if len(both) < 2:
         return None
     if bound is not None:
-        of_a, of_b = of_a.dropna(), of_b.dropna()
-        above = int((of_a > bound).sum()), int((of_b > bound).sum())
-        p = float(stats.fisher_exact([[above[0], len(of_a) - above[0]], [above[1], len(of_b) - above[1]]]).pvalue)
-        shares = above[0] / len(of_a) - above[1] / len(of_b)
-        return Comparison(*pair, min(len(of_a), len(of_b)), shares, p, p, above=above)
+        above = int((both.a > bound).sum()), int((both.b > bound).sum())
+        p = float(stats.fisher_exact([above, [len(both) - count for count in above]]).pvalue)
+        return Comparison(*pair, len(both), (above[0] - above[1]) / len(both), p, p, above=above)
     differences = (both.a - both.b).to_numpy()
     mean = float(differences.mean())
     equal = EQUAL * both.abs().to_numpy().max()

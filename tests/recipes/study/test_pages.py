@@ -217,6 +217,10 @@ def test_runs_of_two_states_are_counted(study, rows_table):
     page = page_of(plan, rows, values)
     assert f"| b | a | 82.1 | 63.1 | 7 | 1 | **{found.p:.3f}** |" in page and "Fisher's exact test" in page
     assert results.verdicts(plan, values, plan.claims).verdict.tolist() == ["supported", "inconclusive"]
+    (part,) = results.comparisons(plan, values.drop(index=[("a", 0), ("a", 1)]))  # counts are of the seeds of both
+    assert (part.seeds, part.above, part.difference) == (5, (5, 0), 1.0)
+    with pytest.raises(StudyError, match=r"two_states: Input should be less than 1"):
+        read(study(**{**changes, "afterwards": {"two_states": 75}}))
     states = results.by_arm(plan, rows, values).query("metric == 'in_upper_state'")
     assert states["mean"].tolist() == pytest.approx([1 / 7, 1.0]) and states.runs.tolist() == [7, 7]
 
@@ -379,10 +383,12 @@ def test_judgements_by_problem_come_from_the_evaluation_to_the_comparison(study,
         file, "b", "a", "accuracy", table=table
     )
     assert "problems" not in compare(file, "b", "a", "ended", table=table)
-    two = results.over_problems(plan.model_copy(update={"primary": "two"}), rows, "b", "a")
+    two = results.over_problems(plan.model_copy(update={"primary": "two"}), rows, "b", "a", [0, 1, 2])
     assert two is not None and two[0] == 47
     few = rows[(rows.arm != "a") | (rows.seed == 0) | ~rows.metric.str.startswith(BY_PROBLEM)]
-    assert results.over_problems(plan, few, "b", "a") is None
+    assert results.over_problems(plan, few, "b", "a", [0, 1, 2]) is None
+    lacking = rows[(rows.seed != 2) | ~rows.metric.str.startswith(BY_PROBLEM)]  # no interval of other seeds than a - b
+    assert results.over_problems(plan, lacking, "b", "a", [0, 1, 2]) is None
     keep(plan, table, tmp_path)  # a study that continues from its table keeps these rows
     assert len(collect(plan, tmp_path)) == len(rows)
 
