@@ -44,7 +44,7 @@ KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {  # which values a key may
         "there at start, or left out for a server without one",
     ),
     "kernel": (lambda value: value in KERNELS, f"one of {', '.join(KERNELS)}"),
-    "policy_folders": (lambda value: isinstance(value, str | None), "the path of a directory"),
+    "policy_folders": (lambda value: isinstance(value, str | None) and value != "", "the path of a directory"),
     "weight_only": (lambda value: isinstance(value, bool), "true or false"),
     "untested_models": (lambda value: isinstance(value, bool), "true or false"),
     "policy_timeout": (

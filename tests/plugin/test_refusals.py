@@ -53,6 +53,7 @@ def refusal(boot):
         ({"untested_models": "yes"}, '"qerl.untested_models" must be true or false'),
         ({"kernel": "cutlass"}, "must be one of auto, tiled, marlin, dequantize"),
         ({"policy_folders": 1}, '"qerl.policy_folders" must be the path of a directory'),
+        ({"policy_folders": ""}, '"qerl.policy_folders" must be the path of a directory'),  # not the current folder
         ({"policy_timeout": 0}, '"qerl.policy_timeout" must be a number of seconds above 0'),
         ({"policy_timeout": True}, '"qerl.policy_timeout" must be a number of seconds above 0'),
         ({"policy_adapter": 8}, f'"qerl.policy_adapter" must be {{"rank": R}} .* {LEAVE_OUT}'),
