@@ -255,8 +255,8 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
     if tasks:
         from qerl_recipes.evaluate.episodes import play, side_by_side
     settings = one.settings()
-    answered: dict[str, dict[str, Sequence[Any]]] = {}  # policy -> task -> its problems, as Judged or Played
-    for label in one.policies:
+    answered: dict[str, dict[str, Sequence[Any]]] = {label: {} for label in one.policies}  # task -> Judged or Played
+    for label in reversed(one.policies):  # an adapter that does not fit is refused before the base is judged
         request = None if saved is None else install(llm, saved if label == "adapter" else None)
         if evaluation.noise_sigma:
             from qerl_vllm_plugin.policy import Policy

@@ -123,6 +123,22 @@ def test_an_adapter_never_gets_the_answers_of_its_predecessor(runs: dict[str, Pa
 
 
 @pytest.mark.integration
+def test_an_adapter_that_does_not_fit_is_refused_before_the_base_is_judged(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_adapter: Make
+) -> None:
+    from qerl_recipes.evaluate import answers
+
+    adapter = save_adapter(tmp_path / "narrow", seed=1)
+    tensors = {
+        name: tensor[:, :32].clone() for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
+    }
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    monkeypatch.setattr(answers, "ask", lambda *_: pytest.fail("the base was judged"))
+    with pytest.raises(ValueError, match=r"lora_A\.weight has shape \(4, 32\), this model and rank 4 need"):
+        evaluate.evaluate(str(runs["base"]), str(adapter), ["running_sum"], output_dir=tmp_path / "out", **OPTIONS)
+
+
+@pytest.mark.integration
 def test_the_adapter_alone_answers_as_beside_the_base(
     runs: dict[str, Path], tmp_path: Path, engines: list[EngineSettings]
 ) -> None:
