@@ -233,13 +233,8 @@ def test_the_program_of_the_page(server, policy, adapters):
     ):
         assert program.count(theirs) == 1, theirs
         program = program.replace(theirs, ours)
-    until_then, clears, _ = program.partition("policy.clear_noise()")
-    names: dict = {}
-    exec(compile(until_then, "README.md", "exec"), names)
-    state = policy.state()
-    assert (state["version"], state["noise"]["sigma"], state["noise"]["rollout"]) == (version, 1e-2, 7)
-    exec(clears, names)
-    assert clears and policy.state()["noise"]["sigma"] == 0
+    exec(compile(program, "README.md", "exec"), {})
+    assert policy.state()["version"] == version
 
 
 def test_vllms_own_weight_transfer_changes_nothing(server, policy, questions, expected, adapters, measure):

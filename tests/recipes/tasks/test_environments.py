@@ -157,7 +157,8 @@ def test_a_module_of_the_working_directory_is_found(checked, monkeypatch, tmp_pa
     (tmp_path / "mine_alone.py").write_text("from acting import multiply\nfrom acting import Silent as reward\n")
     monkeypatch.chdir(tmp_path)
     of = checked("--tools", "mine_alone.multiply", "--reward_funcs", "mine_alone.reward", "--reward_weights", "1.0")
-    assert of.interaction.tools == [acting.multiply] and of.rewards == [acting.Silent]
+    assert of.interaction.tools == [acting.multiply]
+    assert [reward.__wrapped__ for reward in of.rewards] == [acting.Silent]
 
 
 def test_an_environment_with_data_and_reward_needs_max_steps(write_recipe):
