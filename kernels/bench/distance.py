@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,6 @@ def measure(weights: str, prompts: list[str], tokens: int, answers: list[list[in
     return {"answers": answers, "own": chosen, "scored": scored}
 
 
-def child(pipe: Any, *arguments: Any) -> None:
-    """Measure in a process of its own, which gives the GPU back."""
-    pipe.send(measure(*arguments))
-
-
 def per_token(sums: list[float], counts: list[int]) -> str:
     """Return the mean over all tokens with its 95 % interval over the problems."""
     total, n = np.array(sums), np.array(counts)
@@ -82,12 +78,8 @@ def main() -> None:
     reference: list[list[float]] = []
     context = multiprocessing.get_context("spawn")
     for weights in asked.weights:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=child, args=(theirs, weights, prompts, asked.tokens, answers))
-        process.start()
-        theirs.close()
-        measured = ours.recv()
-        process.join()
+        with ProcessPoolExecutor(1, context) as process:  # of its own, which gives the GPU back
+            measured = process.submit(measure, weights, prompts, asked.tokens, answers).result()
         answers, reference = measured["answers"], reference or measured["scored"]
         entropy = per_token([-sum(row) for row in measured["own"]], [len(row) for row in measured["own"]])
         gaps = [sum(was) - sum(now) for was, now in zip(reference, measured["scored"], strict=True)]
