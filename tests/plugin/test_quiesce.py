@@ -7,147 +7,17 @@ import os
 import random
 import re
 import time
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
-from engine_client import EngineClient, vllm_config
+from engine_core import begun, has_rest, noise, said, until, with_servers
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.server import quiesce
-from qerl_vllm_plugin.server.changes import MODES, PolicyServer
+from qerl_vllm_plugin.server.changes import MODES
 from qerl_vllm_plugin.server.quiesce import lock
 from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.worker.change_log import ChangeLog
-
-
-class Core:
-    """A fake engine that computes ``running`` requests until ``end``. ``said`` records what it is asked, and ``looks``
-    counts by client how often it was asked whether it computes. The test fails if it computes in the middle of a
-    change."""
-
-    def __init__(self):
-        self.said, self.running, self.state, self.log = [], 0, "goes on", ChangeLog()
-        self.version, self.digest, self.seconds = 0, "", 0.05
-        self.clients, self.looks, self.is_changing = [], Counter(), False
-        self._idle = asyncio.Condition()
-
-    def computes(self):
-        return bool(self.running) and self.state != "stands still"
-
-    async def pause(self, mode):
-        self.said.append(f"pause {mode}")
-        if mode == "abort":
-            await self.end()
-        self.state = "stands still" if mode == "keep" else "lets requests end"
-        async with self._idle:
-            self._idle.notify_all()
-            await self._idle.wait_for(lambda: not self.computes())
-
-    async def resume(self):
-        self.said.append("resume")
-        self.state = "goes on"
-
-    async def end(self):
-        """End all requests, of whichever server."""
-        self.running = 0
-        for client in self.clients:
-            client.output_processor.request_states.clear()
-        async with self._idle:
-            self._idle.notify_all()
-
-    async def change(self, method, args):
-        self.is_changing = True
-        for _ in range(5):
-            assert not self.computes(), "a token of both policies"
-            await asyncio.sleep(self.seconds / 5)
-        self.is_changing = False
-        if method == "qerl_swap":
-            version, digest = args[-2:]
-            if version is not None and version <= self.version:
-                stale = {"error": f"version {version} is not newer", "stale": True}
-                return {"version": version, "unchanged": True} if digest == self.digest else stale
-            self.version, self.digest = version or self.version + 1, digest
-        self.said.append("change")
-        return {"version": self.version}
-
-
-class Client(EngineClient):
-    """The engine client of one API server."""
-
-    def __init__(self, core):
-        super().__init__()
-        self.core = core
-        core.clients.append(self)
-
-    async def is_paused(self):
-        return self.core.state != "goes on"
-
-    async def call_utility_async(self, method):
-        self.core.looks[self] += 1
-        return self.core.computes()
-
-    async def pause_scheduler_async(self, mode, clear_cache):
-        await self.core.pause(mode)
-
-    async def resume_scheduler_async(self):
-        await self.core.resume()
-
-    async def reset_prefix_cache(self, **options):
-        return True
-
-    async def collective_rpc(self, method, args):
-        state = {"version": self.core.version, "hash": self.core.digest, "sigma": 0.0, "seed": 0, "rollout": 0}
-        opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1, "gpus": [], "targets": []}
-        opened |= {"instance": f"rest-{id(self.core)}", "changes": self.core.log.path}
-        return [{**state, **opened} if method in ("qerl_open", "qerl_state") else await self.core.change(method, args)]
-
-
-def with_servers(use, count=2):
-    """Return or raise what ``use(core, *servers)`` does, on API servers of one engine."""
-    config = vllm_config(count)
-
-    async def run():
-        core, servers = Core(), [PolicyServer() for _ in range(count)]
-        for server in servers:
-            server.client = Client(core)
-            await server.open(server.client, config, None, None, 60)
-        try:
-            return await asyncio.wait_for(use(core, *servers), PATIENCE)
-        except BaseException:  # changes ignore a cancellation while requests run, so they would keep a failing test
-            await core.end()
-            raise
-
-    return asyncio.run(run())
-
-
-def noise(server, mode="keep", **keywords):
-    return server.set_noise(0.1, 1, 0, [], mode, **keywords)
-
-
-def begun(core, server, number=1):
-    """Give that many requests of the server their first tokens."""
-    core.running = number
-    server.client.output_processor.request_states.update(
-        {i: SimpleNamespace(is_prefilling=False) for i in range(number)}
-    )
-
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.001)
-
-
-async def said(core, text, times=1):
-    await until(lambda: core.said.count(text) >= times)
-
-
-async def has_rest(core):
-    """Wait until whoever holds the engine lock has let it go."""
-    async with lock(f"rest-{id(core)}"):
-        pass
-
 
 CALLS = {
     "keep": lambda client: client.pause_generation(mode="keep", clear_cache=True),
