@@ -1,6 +1,5 @@
 """Provide packed checkpoints from a few independent lines of code, a Hugging Face reference, and engines."""
 
-import ctypes
 import functools
 import json
 import logging
@@ -294,12 +293,6 @@ def carriers() -> dict[str, dict[str, Any]]:
     return CARRIERS
 
 
-@pytest.fixture(scope="session")
-def lora_options() -> dict[str, Any]:
-    """Return the options of an engine that holds the policy adapter in vLLM's LoRA slots."""
-    return CARRIERS["lora"]
-
-
 @pytest.fixture(scope="module")
 def folder(make_nvfp4: Callable[..., Path]) -> Path:
     """Return the packed checkpoint that a test file's engine serves. A file with another checkpoint overrides
@@ -395,66 +388,3 @@ def make_adapter() -> Callable[..., tuple[dict[str, torch.Tensor], dict[str, Any
         return tensors, wrapped.peft_config["default"].to_dict(), wrapped.eval()
 
     return make
-
-
-class FakeMemory:
-    """GPU memory whose pieces can be unmapped, played by memory of this process. Unmapping a piece loses its
-    content."""
-
-    def __init__(self, pieces: list[tuple[int, int]], caches: list[tuple[int, int]], free: int = 2**40) -> None:
-        self._pieces, self._caches, self.free, self.broken = dict(pieces), caches, free, -1
-        self.mapped, self.events = set(self._pieces), []
-
-    def caches(self) -> list[tuple[int, int]]:
-        return self._caches
-
-    def allocations(self) -> list[tuple[int, int]]:
-        return list(self._pieces.items())
-
-    def unmap(self, address: int) -> None:
-        self.mapped.remove(address)
-        self.events.append("unmap")
-        ctypes.memset(address, 0xFF, self._pieces[address])
-
-    def map(self, address: int) -> None:
-        assert address not in self.mapped
-        if address == self.broken:
-            raise RuntimeError("out of memory")
-        self.mapped.add(address)
-        self.events.append("map")
-
-    def read(self, address: int, size: int) -> torch.Tensor:
-        return torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8)
-
-    def write(self, address: int, copy: torch.Tensor) -> None:
-        ctypes.memmove(address, copy.data_ptr(), len(copy))
-
-    def clear_caches(self) -> None:
-        assert self.mapped == set(self._pieces)
-        for address, size in self._caches:
-            ctypes.memset(address, 0, size)
-
-    def free_bytes(self) -> int:
-        return self.free
-
-
-@pytest.fixture(scope="session")
-def fake_memory() -> type[FakeMemory]:
-    return FakeMemory
-
-
-@pytest.fixture
-def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], FakeMemory]:
-    """memory_of(llm) returns the memory that an engine on a CPU releases: its real KV cache and nothing else."""
-
-    def pretend(llm: Any) -> FakeMemory:
-        from qerl_vllm_plugin.compat import kv_cache_memory
-
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in runner.kv_caches}
-        spans = [(address, storage.nbytes()) for address, storage in storages.items()]
-        memory = FakeMemory(spans, spans)
-        monkeypatch.setattr(kv_cache_memory, "KVCacheMemory", lambda worker: memory)
-        return memory
-
-    return pretend

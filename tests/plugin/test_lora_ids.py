@@ -21,9 +21,9 @@ def theirs(hf, make_adapter, tmp_path_factory):
 
 @pytest.mark.parametrize("user_comes_first", [True, False])
 def test_the_first_id_that_vllm_gives_is_the_users(
-    boot, make_nvfp4, hf, theirs, make_adapter, lora_options, measure, user_comes_first
+    boot, make_nvfp4, hf, theirs, make_adapter, carriers, measure, user_comes_first
 ):
-    engine = boot(make_nvfp4("qwen2"), **{**lora_options, "max_loras": 2, "max_cpu_loras": 2})
+    engine = boot(make_nvfp4("qwen2"), **{**carriers["lora"], "max_loras": 2, "max_cpu_loras": 2})
     request = LoRARequest("theirs", 1, theirs[0])
     expected = measure.hf(theirs[1])
     if user_comes_first:
@@ -40,8 +40,8 @@ def test_the_first_id_that_vllm_gives_is_the_users(
 
 
 @pytest.fixture(scope="module")
-def engine_of_the_policy(boot, make_nvfp4, hf, make_adapter, lora_options):
-    engine = boot(make_nvfp4("qwen2"), **lora_options)
+def engine_of_the_policy(boot, make_nvfp4, hf, make_adapter, carriers):
+    engine = boot(make_nvfp4("qwen2"), **carriers["lora"])
     Policy(engine).swap(*make_adapter(hf, seed=6)[:2])
     return engine
 

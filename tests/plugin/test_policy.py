@@ -151,7 +151,7 @@ def test_a_second_policy_object_continues_the_count(policy, hf, make_adapter):
 
 
 def test_folder_that_peft_saved_equals_peft_and_stock_vllm(
-    policy, hf, make_adapter, measure, boot, folder, lora_options, tmp_path
+    policy, hf, make_adapter, measure, boot, folder, carriers, tmp_path
 ):
     from vllm.lora.request import LoRARequest
 
@@ -160,7 +160,7 @@ def test_folder_that_peft_saved_equals_peft_and_stock_vllm(
     policy.swap_folder(tmp_path)
     ours = served(policy, measure)
     assert measure.difference(ours, measure.hf(peft_model)) < TOLERANCE
-    stock = boot(folder, **lora_options)
+    stock = boot(folder, **carriers["lora"])
     assert measure.difference(ours, measure.engine(stock, LoRARequest("tuned", 5, str(tmp_path)))) < TOLERANCE
 
 
@@ -185,9 +185,9 @@ def test_folders_that_cannot_be_read_are_refused(policy, hf, make_adapter, tmp_p
         assert policy.state(digest=True) == before
 
 
-def test_stock_bf16_weights_carry_the_policy_too(boot, make_bf16, reference, make_adapter, lora_options, measure):
+def test_stock_bf16_weights_carry_the_policy_too(boot, make_bf16, reference, make_adapter, carriers, measure):
     folder = make_bf16("qwen2")
-    policy = Policy(boot(folder, quantization=None, **lora_options))
+    policy = Policy(boot(folder, quantization=None, **carriers["lora"]))
     tensors, config, peft_model = make_adapter(reference(folder), target_modules=list(MODULES))
     policy.swap(tensors, config)
     assert measure.difference(served(policy, measure), measure.hf(peft_model)) < TOLERANCE

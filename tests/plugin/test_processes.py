@@ -8,6 +8,7 @@ import ast
 import functools
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,175 +22,7 @@ from qerl_vllm_plugin.weights.families import FAMILIES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TOLERANCE = 1e-4
-
-# One process imports vLLM and runs all engines in turn, since the import takes longer than all the work on an engine.
-# What has to find an untouched process runs in a forked copy of it. First come three attempts to register, since vLLM
-# has to find the plugin itself afterwards. The fastest attempt counts: a busy machine or a cold disk is not the
-# plugin's fault.
-DRIVER = '''
-import json, os, sys, time, traceback
-from pathlib import Path
-
-import vllm.engine.arg_utils
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
-from vllm.platforms import current_platform
-
-# small functions beside the model are not what is tested: the C++ compiler takes 8 s for one of the sampler
-current_platform.simple_compile_backend = "eager"
-
-
-def apart(run, *given):
-    """Run this in a forked copy of the process, which must succeed."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        try:
-            run(*given)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child failed"
-
-
-def register_once(attempt):
-    before, start = set(sys.modules), time.process_time()
-    from qerl_vllm_plugin import register
-
-    register()
-    milliseconds = 1e3 * (time.process_time() - start)
-    register()
-    assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
-    new = {name.split(".")[0] for name in set(sys.modules) - before}
-    assert attempt or get_quantization_config("qerl_nvfp4").__name__ == "QerlConfig"
-    print("registered", milliseconds, sorted(new))
-
-
-def find():
-    """Let vLLM find the plugin."""
-    assert "qerl_vllm_plugin" not in sys.modules and "qerl_nvfp4" not in QUANTIZATION_METHODS
-    import vllm.v1.worker.worker_base
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    load_general_plugins()
-    assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
-    assert callable(vllm.v1.worker.worker_base.WorkerBase.qerl_swap)
-    print("loaded")
-
-
-def answers(llm, prompts, request=None):
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
-    return [
-        output.prompt_logprobs[i][ids[i]].logprob for ids, output in zip(prompts, outputs) for i in range(1, len(ids))
-    ]
-
-
-def compiled(case, prompts, out):
-    from torch._dynamo.utils import get_compilation_metrics
-    from vllm import LLM
-
-    from qerl_vllm_plugin.policy import Policy
-
-    llm = LLM(
-        model=case["source"], quantization="qerl_nvfp4", enforce_eager=False, max_model_len=128, max_num_seqs=8, seed=0,
-        num_gpu_blocks_override=64, disable_log_stats=True, **case["options"],
-    )
-    policy = Policy(llm)
-    found = {"clean": answers(llm, prompts)}
-    graphs = [(graph.co_filename, graph.co_name) for graph in get_compilation_metrics()]
-    assert any("/models/" in file and name == "forward" for file, name in graphs), "the model was not compiled"
-    for sigma in (0.05, 0.3, 0.05):
-        policy.set_noise(sigma, seed=3, rollout=4)
-        found.setdefault("noisy", []).append(answers(llm, prompts))
-    policy.clear_noise()
-    found["cleared"] = answers(llm, prompts)
-    policy.swap_folder(case["adapter"])
-    found["adapter"] = answers(llm, prompts)
-    policy.swap(None)
-    found["removed"] = answers(llm, prompts)
-    Path(out).write_text(json.dumps(found))
-
-
-def codes(worker):
-    """Return raw bytes of this rank's packed linears."""
-    import torch
-
-    model = worker.model_runner.get_model()
-    return {
-        name.replace(".base_layer", ""): bytes(p.data.contiguous().view(torch.uint8).numpy().tobytes()).hex()
-        for name, p in model.named_parameters()
-        if name.endswith((".weight_packed", ".weight_scale"))
-    }
-
-
-def drive(case, prompts, out):
-    from safetensors.torch import load_file
-    from vllm import LLM
-
-    from qerl_vllm_plugin.adapter.check import AdapterError
-    from qerl_vllm_plugin.policy import Policy
-
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case["own_core"]))
-    llm = LLM(
-        model=case["source"], quantization="qerl_nvfp4", enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
-        num_gpu_blocks_override=64, tensor_parallel_size=case["ranks"], pipeline_parallel_size=case["stages"],
-        disable_log_stats=True, **case["options"],
-    )
-
-    def served(policy):
-        if case["stages"] > 1:  # vLLM on a CPU cannot run a pipeline without compiling; its buffers are compared
-            return [state["adapter"] for state in llm.collective_rpc("qerl_state", args=(True,))]
-        return answers(llm, prompts, policy.request)
-
-    policy = Policy(llm)
-    policy.swap(None)
-    found = {"base": served(policy), "codes": llm.collective_rpc(codes), "bits": [policy.state(digest=True)]}
-    tensors = load_file(Path(case["adapter"]) / "adapter_model.safetensors")
-    config = json.loads((Path(case["adapter"]) / "adapter_config.json").read_text())
-    for name in list(tensors):
-        other = name.replace("q_proj", "v_proj")
-        if other in tensors and tensors[name].equal(tensors[other]):
-            tensors[other] = tensors[name]  # one tensor under two names
-    policy.swap(tensors, config)
-    found["adapter"] = served(policy)
-    before = policy.state(digest=True)
-    large = {name: tensor * 1e15 for name, tensor in tensors.items()}
-    wrong = [(tensors, {**config, "r": 64}), (tensors, {**config, "target_modules": "("})]
-    for broken in wrong if case["stages"] > 1 else [*wrong, (large, config)]:
-        try:
-            policy.swap(*broken)
-        except AdapterError as error:
-            found.setdefault("refused", []).append(str(error))
-    assert policy.state(digest=True) == before
-    found["noisy_norms"] = policy.set_noise(0.05, seed=3, rollout=4, targets=case["targets"]).noisy_norms
-    found["digests"] = [state["norms"] for state in llm.collective_rpc("qerl_state", args=(True,))]
-    found["noise"] = served(policy)
-    policy.clear_noise()
-    found["cleared"] = served(policy)
-    policy.swap(None)
-    found["removed"] = served(policy)
-    found["version"] = policy.version
-    found["bits"] = [(state.norms, state.adapter) for state in (*found["bits"], policy.state(digest=True))]
-    llm.llm_engine.engine_core.shutdown()
-    Path(out).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    cases, prompts = json.loads((folder / "cases.json").read_text())
-    for attempt in range(3):
-        apart(register_once, attempt)
-    apart(find)
-    for name, case in cases.items():
-        apart(compiled if name == "compiled" else drive, case, prompts, folder / f"{name}.json")
-'''
+DRIVER = (Path(__file__).parents[1] / "fixtures/engines/driver.py").read_text()
 
 
 class Case(NamedTuple):
@@ -236,12 +69,12 @@ def adapters(folders, reference, make_adapter, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(boot, folders, adapters, lora_options, measure):
+def alone(boot, folders, adapters, carriers, measure):
     """alone(kv_heads) returns the answers of an engine in this process."""
 
     @functools.cache
     def answers(heads):
-        engine = boot(folders[heads], **lora_options)
+        engine = boot(folders[heads], **carriers["lora"])
         policy = Policy(engine)
         found = {"base": measure.engine(engine, policy.request)}
         policy.swap_folder(adapters[heads])

@@ -134,7 +134,7 @@ def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_promise_10_a_server_with_slots_refuses_noise_for_all(
-    make_nvfp4, adapter, start_server, boot, lora_options, measure
+    make_nvfp4, adapter, start_server, boot, carriers, measure
 ):
     import openai
     from vllm import SamplingParams
@@ -146,7 +146,7 @@ def test_promise_10_a_server_with_slots_refuses_noise_for_all(
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="another", prompt=[1, 2], max_tokens=1)
     assert_noise_needs_the_callers_word(client, answers, measure.prompts)
-    engine = boot(make_nvfp4("qwen2"), **lora_options)
+    engine = boot(make_nvfp4("qwen2"), **carriers["lora"])
     sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1, ignore_eos=True)
     inputs = [{"prompt_token_ids": ids} for ids in measure.prompts]
     scores = {}

@@ -35,10 +35,10 @@ def saved(reference, make_nvfp4, make_adapter, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(boot, make_nvfp4, lora_options, saved):
+def engine(boot, make_nvfp4, carriers, saved):
     """Start an engine with the good adapter in a slot. Tests add the others outside of a step, because a refusal amid a
     step would leave the engine with half a step."""
-    engine = boot(make_nvfp4("qwen2"), **{**lora_options, "max_loras": 2, "max_cpu_loras": 2})
+    engine = boot(make_nvfp4("qwen2"), **{**carriers["lora"], "max_loras": 2, "max_cpu_loras": 2})
     assert engine.llm_engine.add_lora(LoRARequest("good", 1, str(saved)))
     return engine
 

@@ -1,12 +1,14 @@
 """Test that the KV cache releases its memory and takes it again. Anything else that changed meanwhile is found and
 named."""
 
+import ctypes
 import types
 
 import pytest
 import torch
 from vllm import SamplingParams
 
+from qerl_vllm_plugin.compat import kv_cache_memory
 from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
@@ -19,9 +21,56 @@ RELEASED = "call Policy.resume_kv_cache"
 ENGINE = {"enable_prefix_caching": True, "block_size": 32}
 
 
+class FakeMemory:
+    """GPU memory whose pieces can be unmapped, played by memory of this process. Unmapping a piece loses its
+    content."""
+
+    def __init__(self, pieces, caches):
+        self._pieces, self._caches, self.free, self.broken = dict(pieces), caches, 2**40, -1
+        self.mapped, self.events = set(self._pieces), []
+
+    def caches(self):
+        return self._caches
+
+    def allocations(self):
+        return list(self._pieces.items())
+
+    def unmap(self, address):
+        self.mapped.remove(address)
+        self.events.append("unmap")
+        ctypes.memset(address, 0xFF, self._pieces[address])
+
+    def map(self, address):
+        assert address not in self.mapped
+        if address == self.broken:
+            raise RuntimeError("out of memory")
+        self.mapped.add(address)
+        self.events.append("map")
+
+    def read(self, address, size):
+        return torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8)
+
+    def write(self, address, copy):
+        ctypes.memmove(address, copy.data_ptr(), len(copy))
+
+    def clear_caches(self):
+        assert self.mapped == set(self._pieces)
+        for address, size in self._caches:
+            ctypes.memset(address, 0, size)
+
+    def free_bytes(self):
+        return self.free
+
+
 @pytest.fixture
-def memory(engine, memory_of):
-    return memory_of(engine)
+def memory(engine, monkeypatch):
+    """Let the engine release the memory of its real KV cache, as if it were of a GPU."""
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in runner.kv_caches}
+    spans = [(address, storage.nbytes()) for address, storage in storages.items()]
+    memory = FakeMemory(spans, spans)
+    monkeypatch.setattr(kv_cache_memory, "KVCacheMemory", lambda worker: memory)
+    return memory
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +259,13 @@ def test_too_little_memory_leaves_nothing_half_done(policy, memory, case):
     ask(policy)
 
 
-def test_what_lies_beside_the_cache_is_kept(policy, fake_memory):
+def test_what_lies_beside_the_cache_is_kept(policy):
     """Use pieces of 100, 50 and 200 bytes. The cache fills bytes 20 to 80 of the first piece and all of the last except
     10 bytes."""
     arena = torch.arange(350, dtype=torch.int32).to(torch.uint8)
     before, start, worker = arena.clone(), arena.data_ptr(), worker_of(policy)
     pieces = [(start, 100), (start + 100, 50), (start + 150, 200)]
-    memory = fake_memory(pieces, [(start + 160, 190), (start + 20, 60)])
+    memory = FakeMemory(pieces, [(start + 160, 190), (start + 20, 60)])
     assert kv_cache.release(worker, memory) == 300
     assert memory.mapped == {start + 100}
     assert bool((arena[:100] == 255).all()) and bool((arena[150:] == 255).all())
