@@ -129,10 +129,8 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_base_is_judged(
     from qerl_recipes.evaluate import answers
 
     adapter = save_adapter(tmp_path / "narrow", seed=1)
-    tensors = {
-        name: tensor[:, :32].clone() for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
-    }
-    save_file(tensors, adapter / "adapter_model.safetensors")
+    tensors = load_file(weights := adapter / "adapter_model.safetensors")
+    save_file({name: tensor[:, :32].clone() for name, tensor in tensors.items()}, weights)
     monkeypatch.setattr(answers, "ask", lambda *_: pytest.fail("the base was judged"))
     with pytest.raises(ValueError, match=r"lora_A\.weight has shape \(4, 32\), this model and rank 4 need"):
         evaluate.evaluate(str(runs["base"]), str(adapter), ["running_sum"], output_dir=tmp_path / "out", **OPTIONS)
@@ -227,12 +225,9 @@ def test_another_evaluation_is_not_written_over(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_adapter: Make
 ) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
-    asked = {
-        "base": str(runs["base"]),
-        "adapter": runs["folder"] / "adapter",
-        "tasks": [f"jsonl-exact:{tmp_path}/x.jsonl"],
-    }
-    asked |= {**OPTIONS, "output_dir": tmp_path / "out", "generation_kwargs": {"logit_bias": {9: 1.0}}}
+    asked = {"base": str(runs["base"]), "adapter": runs["folder"] / "adapter"}
+    asked |= {"tasks": [f"jsonl-exact:{tmp_path}/x.jsonl"], **OPTIONS}
+    asked |= {"output_dir": tmp_path / "out", "generation_kwargs": {"logit_bias": {9: 1.0}}}
     first = evaluate.evaluate(**asked)
     assert {**evaluate.evaluate(**asked), "date": ""} == {**first, "date": ""}
     monkeypatch.setattr(evaluate, "start", started)
@@ -384,19 +379,17 @@ def test_a_run_is_judged_on_its_weights_with_its_prompts(
     assert shlex.split(report) == ["qerl", "report", str(tmp_path / "run")]
     assert words[:2] == ["qerl", "evaluate"] and words[words.index("--tasks") + 1] == f"jsonl:{tmp_path}/x.jsonl"
     cli.app(words[1:], standalone_mode=False)
-    printed = capfd.readouterr().out
-    assert "as in training: bf16 weights, system_prompt, max_new_tokens 12, chat_template, chat_template_kwargs" in (
-        " ".join(printed.split())
-    )
-    assert "{'regex': '23333'}" in " ".join(printed.split())
-    result = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "as in training: bf16 weights, system_prompt, max_new_tokens 12, chat_template, chat_template_kw" in printed
+    assert "{'regex': '23333'}" in printed
+    result = result_of(tmp_path / "run/evaluation")
     assert (result["quantization"], result["trained_on"]) == ("bf16", "bf16")
     assert result["of_training"] == [f"jsonl:{tmp_path}/x.jsonl"]
-    assert "these are no unseen problems" in " ".join(printed.split())
-    lines = [json.loads(line) for line in (tmp_path / "run/evaluation/answers.jsonl").read_text().splitlines()]
+    assert "these are no unseen problems" in printed
+    lines = lines_of(tmp_path / "run/evaluation")
     # the regex allows only this, up to the stop
     assert {answer for line in lines for answer in line["answers"]} == {"23"}
-    assert "not as in training: temperature 0, there 1" in " ".join(printed.split())
+    assert "not as in training: temperature 0, there 1" in printed
     assert {line["prompt"] for line in lines} == {f"4+4;{i}+3;8=" for i in range(8)}
     assert len(lines) == 16
     page = write_report(tmp_path / "run").read_text()
