@@ -3,6 +3,7 @@
 This module needs neither vLLM nor torch, so a command can check the options at once.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -26,7 +27,14 @@ MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
 
 def _is_names(value: Any) -> bool:
-    return value is None or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))
+    try:
+        return value is None or (isinstance(value, list | tuple) and all(map(_is_name, value)))
+    except re.error:
+        return False
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and (not value.startswith("re:") or bool(re.compile(value[3:])))
 
 
 def _is_adapter(value: Any) -> bool:
@@ -37,7 +45,7 @@ def _is_adapter(value: Any) -> bool:
 
 
 KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {  # which values a key may have, and how that is said
-    "ignore": (_is_names, "a list of layer names"),
+    "ignore": (_is_names, "a list of layer names, or of re: and a regular expression that compiles"),
     "policy_adapter": (
         _is_adapter,
         f'{{"rank": R}} with a whole number R from 1 to {MAX_ADAPTER_RANK}, and "path": FOLDER for an adapter that is '

@@ -49,6 +49,7 @@ def refusal(boot):
         ({"ignored": []}, "unknown key 'ignored'"),
         ({"ignore": "lm_head"}, '"qerl.ignore" must be a list'),
         ({"ignore": [1]}, '"qerl.ignore" must be a list'),
+        ({"ignore": ["re:("]}, '"qerl.ignore" must be a list of layer names, or of re: and a regular expression that'),
         ({"weight_only": 1}, '"qerl.weight_only" must be true or false'),
         ({"untested_models": "yes"}, '"qerl.untested_models" must be true or false'),
         ({"kernel": "cutlass"}, "must be one of auto, tiled, marlin, dequantize"),
