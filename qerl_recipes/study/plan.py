@@ -45,6 +45,7 @@ OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")  # the study sets th
 TRAINER, OURS, ALL_WEIGHTS = "trainer", "qerl", "trl_all_weights"
 TRAINERS = {OURS: ("train",), "trl": ("train-stock-trl",), ALL_WEIGHTS: ("train-stock-trl", "--all-weights")}
 SWEEP_GAIN = "sweep_gain"  # a claim's metric: the accuracy at the largest value of the sweep less that at the smallest
+SHARES = ("accuracy", SWEEP_GAIN, "in_upper_state")  # metrics, from 0 to 1
 Seeds = Annotated[list[int], Field(min_length=1)]
 Metric = Annotated[str, BeforeValidator(requested_name)]
 Keys = Annotated[dict[str, Any], AfterValidator(lambda keys: up_to_date(keys, "arms"))]
@@ -79,6 +80,12 @@ class Claim(_Strict):
     expect: Literal["higher", "lower", "not lower"]
     margin: Annotated[float, Field(gt=0)]
     metric: Metric = "accuracy"
+
+    @model_validator(mode="after")
+    def _is_within_a_share(self) -> "Claim":
+        if self.metric in SHARES and self.margin >= 1:
+            raise ValueError(f"margin is {self.margin:g}, and {self.metric} is a share; 0.01 is one point of 100")
+        return self
 
 
 class Look(Claim):

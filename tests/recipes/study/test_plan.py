@@ -32,6 +32,7 @@ SWEEP = {"key": "beta", "values": [0.1, 0.2], "seeds": [100]}
         ({"claims": [{**PAIR, "pair": ["b", "b"]}]}, "claims: b is compared"),
         ({"claims": [{**PAIR, "pair": ["a", "c"]}]}, "claims: 'c' is not one"),
         ({"claims": [{**PAIR, "margin": 0}]}, "claims.0.margin"),
+        ({"claims": [{**PAIR, "margin": 1}]}, "margin is 1, and accuracy is a share; 0.01 is one point of 100"),
         ({"sweep": None, "claims": [GAIN]}, "the metric sweep_gain needs a sweep"),
         ({"sweep": None, "afterwards": {"claims": [GAIN]}}, "sweep_gain needs a sweep"),
         ({"afterwards": {"claims": [{**PAIR, "pair": ["a", "c"]}]}}, "afterwards.claims: 'c' is not one of the arms"),
