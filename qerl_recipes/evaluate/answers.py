@@ -22,7 +22,10 @@ from qerl_vllm_plugin.noise import seed_of
 
 @dataclass(frozen=True)
 class Judged:
-    """Hold one problem with its gold answer and the policy's judged answers; those ``cut`` ended at the limit."""
+    """Hold one problem with its gold answer and the policy's judged answers; those ``cut`` ended at the limit.
+
+    ``room`` is how many tokens of ``max_model_length`` the prompt leaves.
+    """
 
     problem: str
     prompt: str
@@ -32,6 +35,7 @@ class Judged:
     cut: list[bool]
     vote: bool
     share: float
+    room: int
 
 
 class _Prompt(NamedTuple):
@@ -63,7 +67,7 @@ def ask(
     answers = iter([output.outputs[0] for output in outputs])
     return {
         benchmark.name: [
-            _judged(benchmark, prompt, [next(answers) for _ in range(prompt.doc.num_samples)])
+            _judged(benchmark, prompt, length, [next(answers) for _ in range(prompt.doc.num_samples)])
             for prompt in prompts[benchmark.name]
         ]
         for benchmark in benchmarks
@@ -130,7 +134,7 @@ def _parameters(prompt: _Prompt, sample: int, sampling: Sampling, length: int, t
     )
 
 
-def _judged(benchmark: Benchmark, prompt: _Prompt, outputs: Sequence[Any]) -> Judged:
+def _judged(benchmark: Benchmark, prompt: _Prompt, length: int, outputs: Sequence[Any]) -> Judged:
     texts = [output.text for output in outputs]
     right = [benchmark.is_right(prompt.doc, text) for text in texts]
     elected = benchmark.majority(texts) if len(texts) > 1 else 0
@@ -143,4 +147,5 @@ def _judged(benchmark: Benchmark, prompt: _Prompt, outputs: Sequence[Any]) -> Ju
         cut=[output.finish_reason == "length" for output in outputs],
         vote=elected is not None and right[elected],
         share=sum(right) / len(right),
+        room=length - len(prompt.ids),
     )

@@ -54,7 +54,8 @@ class Played:
     """Hold one problem and the episodes that were played on it, one entry for each in every list.
 
     ``prompt`` holds the messages before the first turn, ``episodes`` those of the turns. ``rewards`` are None where no
-    reward applied. ``turns`` are the sampled tokens of each turn; ``cut`` says which ended because tokens ran out.
+    reward applied. ``turns`` are the sampled tokens of each turn; ``cut`` says which ended because tokens ran out,
+    and ``room`` how many tokens of ``max_model_length`` the longest prompt leaves.
     """
 
     problem: str
@@ -67,6 +68,7 @@ class Played:
     turns: list[list[int]]
     calls: list[int]
     failures: list[int]
+    room: int
 
     @property
     def share(self) -> float:
@@ -264,7 +266,8 @@ def play(llm: "LLM", request: "LoRARequest | None", task: Task, evaluation: Eval
     problems = []
     for number, first in enumerate(range(0, len(rows), group)):
         episodes = played[first : first + group]
-        columns = {key: [one[key] for one in episodes] for key in episodes[0]}
+        columns: dict[str, Any] = {key: [one[key] for one in episodes] for key in episodes[0]}
+        columns["room"] = min(columns["room"])
         problems.append(Played(str(number), columns.pop("seed")[0], columns.pop("prompt")[0], **columns))
     return problems
 
@@ -317,6 +320,7 @@ def _played(
             "turns": episode.turns,
             "calls": episode.calls,
             "failures": episode.failures,
+            "room": engine.longest - len(episode.prompt),
         }
         for place, (row, conversation, episode, score) in enumerate(
             zip(rows, conversations, episodes, scores, strict=True)

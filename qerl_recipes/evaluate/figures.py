@@ -47,7 +47,8 @@ def _shares(judged: "Sequence[Judged] | Sequence[Played]", num_samples: int) -> 
     ended = [[not cut for cut in problem.cut] for problem in judged]
     figures = summary([problem.share for problem in judged], num_samples)
     share = sum(map(sum, ended)) / (len(judged) * num_samples)
-    figures |= {"ended": share, "cut": 1 - share}
+    rooms = [problem.room for problem in judged if any(problem.cut)]
+    figures |= {"ended": share, "cut": 1 - share, "room_of_cut": [min(rooms), max(rooms)] if rooms else []}
     figures["by_problem"] = {"right": packed([problem.right for problem in judged]), "ended": packed(ended)}
     return figures
 
@@ -75,13 +76,16 @@ def too_many_cut(evaluation: Mapping[str, Any]) -> list[str]:
         cut = {label: 1 - of["ended"] for label, of in policies.items()}
         if not any(part > MOST_CUT for part in cut.values()):
             continue
-        longest, room = (evaluation.get("max_new_tokens") or {}).get(task), evaluation.get("max_model_length")
-        is_room = longest is None or (room is not None and longest >= room)
-        name, limit = ("max_model_length", room) if is_room else ("max_new_tokens", longest)
+        longest, length = (evaluation.get("max_new_tokens") or {}).get(task), evaluation.get("max_model_length")
+        rooms = [room for of in policies.values() for room in of.get("room_of_cut", [length]) if room is not None]
+        limits = {} if longest is None or (rooms and max(rooms) <= longest) else {"max_new_tokens": longest}
+        if not limits or (rooms and min(rooms) < longest):  # long prompts leave less than max_new_tokens
+            limits["max_model_length"] = length
+        cut_at = " or ".join(name + (f"={limit}" if limit else "") for name, limit in limits.items())
         shares = " and ".join(f"{part:.0%} ({label})" for label, part in cut.items())
         lines.append(
-            f"{task}: {shares} of the answers were cut at {name}{f'={limit}' if limit else ''}; accuracy counts what "
-            f"they had written; raise {name}, or give the share that ended beside the accuracy"
+            f"{task}: {shares} of the answers were cut at {cut_at}; accuracy counts what they had "
+            f"written; raise {' and '.join(limits)}, or give the share that ended beside the accuracy"
         )
     return lines
 

@@ -117,7 +117,8 @@ def evaluate(base: str, adapter: str | Path | None, tasks: str | Sequence[str], 
     ``options`` are the fields of ``request.Evaluation``. In the result, ``tasks[name]["base" or "adapter"]`` has:
 
     * ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high), and ``ended`` and ``cut``, the shares of
-      answers that ended by themselves and that the length limit ended.
+      answers that ended by themselves and that the length limit ended. ``room_of_cut``: the fewest and the most tokens
+      that the prompts of cut answers leave of ``max_model_length``.
     * ``pass_at`` and ``maj_at`` for several samples, each ``{k: {value, ci95}}``.
     * of episodes, where accuracy is the share whose reward is at least ``acting.success_at``: ``reward`` as ``{value,
       ci95}``, the number of ``unscored`` ones, and the means of ``turns``, ``calls`` and ``failures``.

@@ -105,6 +105,7 @@ def test_temperature_and_top_p_are_honoured(engine: Any, problems: Path) -> None
 def test_an_answer_ends_at_the_limit_or_the_end_of_the_room(engine: Any, problems: Path) -> None:
     assert all(len(p.answers[0]) < 40 for p in answers(engine, problems))
     (longest,) = [p for p in answers(engine, problems, max_new_tokens=6) if p.prompt == "7+3"]
+    assert longest.room == 61  # of 64 tokens
     assert longest.cut == [True], "a random model does not end its turn"
     assert answers(engine, problems, max_new_tokens=10_000)[0].cut == [True]  # the model's length is 64 tokens in all
     with pytest.raises(ValueError, match=r"tokens and max_model_length is 64: there is no room"):
@@ -193,10 +194,11 @@ def test_the_samples_of_a_problem_keep_their_order(engine: Any, problems: Path) 
 
 def test_the_share_that_ended_is_of_all_answers() -> None:
     problem = Judged(
-        "1", "1+1=", "2", ["2", "3", "2", "2"], [True, False, True, True], [True] + [False] * 3, True, 0.75
+        "1", "1+1=", "2", ["2", "3", "2", "2"], [True, False, True, True], [True] + [False] * 3, True, 0.75, 9
     )
     found = figures.summarize([problem] * 6, num_samples=4)
     assert (found["n"], found["accuracy"], found["ended"], found["cut"]) == (6, 0.75, 0.75, 0.25)
+    assert found["room_of_cut"] == [9, 9]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_a_problem_has_its_share_and_its_vote(
 ) -> None:
     (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
     outputs = [SimpleNamespace(text=text, finish_reason=reason) for text, reason in zip(texts, REASONS, strict=False)]
-    found = _judged(benchmark, _Prompt(benchmark.problems[0], "1+2", []), outputs)
+    found = _judged(benchmark, _Prompt(benchmark.problems[0], "1+2", []), 64, outputs)
     assert (found.vote, found.share, found.right) == (vote, pytest.approx(share), [text == "0" for text in texts])
     assert found.cut == [False, True, False][: len(texts)]
 

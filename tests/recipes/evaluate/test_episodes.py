@@ -224,7 +224,7 @@ def test_the_limits_of_the_run_are_kept(play: Any, run_of: Any) -> None:
     (first, *_) = play(run_of(), generation_kwargs={**CALL_5, "stop": ["5"]})
     assert first.turns[0][0] == 2, "a stop string ends a turn"
     (first, *_) = play(run_of(max_completion_length=5))
-    assert first.cut == [True] and first.turns == [[4]]
+    assert first.cut == [True] and first.turns == [[4]] and first.room > 5
     with pytest.warns(UserWarning, match=r"tool guess failed \(ToolTimeout: took longer than 0\.1 s"):
         (first, *_) = play(
             run_of(environments="acting.Slow", max_tool_seconds=0.1), "environment:acting.Slow", max_samples=1
@@ -288,7 +288,7 @@ def test_episodes_without_a_reward_are_counted() -> None:
         size = len(rewards)
         right = [reward is not None and reward >= 1 for reward in rewards]
         return Played("0", None, [], [[]] * size, list(rewards), right, [False] * size, [[3, 2]] * size, [2] * size,
-                      [1] * size)  # fmt: skip
+                      [1] * size, 9)  # fmt: skip
 
     figures = of_episodes([played(1.0, None), played(0.5, 0.0), played(None, None)], 2)
     assert figures["unscored"] == 3 and figures["reward"]["value"] == (1.0 + 0.25) / 2

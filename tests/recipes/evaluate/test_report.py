@@ -129,19 +129,40 @@ def test_held_out_rewards_have_pictures_and_no_noise_none(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("ended", "longest", "line"),
+    ("ended", "longest", "rooms", "line"),
     [
-        ({"base": 0.9, "adapter": 0.95}, 64, None),  # exactly a tenth is not more than a tenth
+        ({"base": 0.9, "adapter": 0.95}, 64, None, None),  # exactly a tenth is not more than a tenth
         (
             {"base": 1.0, "adapter": 0.21},
             64,
+            None,
             "0% (base) and 79% (adapter) of the answers were cut at max_new_tokens=64",
         ),
-        ({"adapter": 0.21}, None, "79% (adapter) of the answers were cut at max_model_length=128; "),
+        ({"adapter": 0.21}, None, None, "79% (adapter) of the answers were cut at max_model_length=128; "),
+        (
+            {"adapter": 0.21},
+            64,
+            [64, 100],
+            "cut at max_new_tokens=64; accuracy counts what they had written; raise max_n",
+        ),
+        (
+            {"adapter": 0.21},
+            64,
+            [20, 63],
+            "cut at max_model_length=128; accuracy counts what they had written; raise max_m",
+        ),
+        (
+            {"adapter": 0.21},
+            64,
+            [20, 100],
+            "at max_new_tokens=64 or max_model_length=128; accuracy counts what they had written; raise max_new_tokens "
+            "and max_model_length, or",
+        ),
     ],
 )
-def test_more_than_a_tenth_of_cut_answers_is_named(ended, longest, line) -> None:
-    tasks = {"x": {label: {"ended": share} for label, share in ended.items()}, "y": {"base": {"ended": 1.0}}}
+def test_more_than_a_tenth_of_cut_answers_is_named(ended, longest, rooms, line) -> None:
+    room = {} if rooms is None else {"room_of_cut": rooms}  # a file of an earlier release has none
+    tasks = {"x": {label: {"ended": share, **room} for label, share in ended.items()}, "y": {"base": {"ended": 1.0}}}
     found = too_many_cut({"tasks": tasks, "max_new_tokens": {"x": longest, "y": 1}, "max_model_length": 128})
     assert found == [] if line is None else (len(found) == 1 and found[0].startswith("x: ") and line in found[0])
 

@@ -341,7 +341,7 @@ def judge(rng, share, problems, num_samples=1):
     """
     right, cut = (rng.random((problems, num_samples)) < part for part in (share, 0.2))
     judged = [
-        SimpleNamespace(right=r.tolist(), cut=c.tolist(), share=r.mean(), vote=bool(r[0]))
+        SimpleNamespace(right=r.tolist(), cut=c.tolist(), share=r.mean(), vote=bool(r[0]), room=9)
         for r, c in zip(right, cut, strict=True)
     ]
     return summarize(judged, num_samples), right
