@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import SchedulerType
 from transformers.trainer_callback import ProgressCallback
 
 from qerl_recipes.files.metrics_file import EVALUATION, FILE
@@ -247,6 +248,16 @@ def warn_if_noise_ends_early(schedule: Callable[..., float], rollouts: int, args
             f"the noise ends at sigma {last:g}, and sigma_end: {end:g} is never reached: with num_stages: {stages} "
             f"that takes {max(stages, 2) + 1} rollouts and 2 stages at least, and this run has {rollouts} rollouts; "
             "train longer, or change num_stages",
+            stacklevel=2,
+        )
+
+
+def warn_if_warmup_ends_late(steps: int, args: GRPOConfig) -> None:
+    """Warn if a run of ``steps`` ends before its learning rate is reached."""
+    if args.warmup_steps >= max(steps, 1) and args.lr_scheduler_type != SchedulerType.CONSTANT:
+        warnings.warn(
+            f"warmup_steps: {args.warmup_steps:g}, and this run has {steps} steps: it never reaches learning_rate: "
+            f"{args.learning_rate:g}; train longer, or use fewer, or a share of all steps below 1, such as 0.1",
             stacklevel=2,
         )
 

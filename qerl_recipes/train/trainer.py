@@ -318,10 +318,13 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
     # 10: record
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Keep checkpoints between rollouts, and warn of noise that will not reach its end."""
+        """Keep checkpoints between rollouts, and warn of noise or a warm-up that will not reach its end."""
         if self.args.save_steps < 1:  # a share of all steps; transformers' number for it may be in mid-rollout
             self.state.save_steps = math.ceil(self.state.save_steps / self.steps_per_rollout) * self.steps_per_rollout
-        if self._schedule is not None and self.is_world_process_zero():
+        if not self.is_world_process_zero():
+            return
+        metrics.warn_if_warmup_ends_late(self.state.max_steps, self.args)
+        if self._schedule is not None:
             metrics.warn_if_noise_ends_early(self._schedule, self.rollouts(), self.args)
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:

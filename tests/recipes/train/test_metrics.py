@@ -105,6 +105,7 @@ def silent_run(make_module_trainer, make_nvfp4):
         num_generations_eval=2,
         save_strategy="steps",
         save_steps=0.1,
+        warmup_steps=10,
         disable_tqdm=False,
     )
     with warnings.catch_warnings(record=True) as caught:
@@ -141,6 +142,15 @@ def test_noise_that_does_not_reach_its_end_is_said(silent_run):
     (word,) = [word for word in silent_run[1] if "sigma_end" in word]
     assert "the noise ends at sigma 0.011487, and sigma_end: 0.01 is never reached" in word
     assert "num_stages: 6 that takes 7 rollouts" in word and "this run has 5 rollouts" in word
+
+
+def test_a_warm_up_that_does_not_reach_its_end_is_said(silent_run):
+    (word,) = [word for word in silent_run[1] if "warmup_steps" in word]
+    assert "warmup_steps: 10, and this run has 10 steps: it never reaches learning_rate: " in word
+    trainer, _ = silent_run
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metrics.warn_if_warmup_ends_late(11, trainer.args)
 
 
 def test_a_share_as_save_steps_is_rounded_to_rollouts(silent_run):
