@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 from qerl_recipes.evaluate.request import Sampling
 from qerl_recipes.evaluate.tasks import Benchmark, Doc, PromptManager
-from qerl_recipes.recipe.generation import blindness, for_sampling_params, wrong_bias
+from qerl_recipes.recipe.generation import blindness, for_sampling_params, refused_by_vllm
 from qerl_vllm_plugin.noise import seed_of
 
 
@@ -83,12 +82,8 @@ def check(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
         if reason is not None:
             raise ValueError(reason)
     parameters = sampling.generation_kwargs or {}
-    if (wrong := wrong_bias(parameters)) is not None:
-        raise ValueError(f"generation_kwargs: {wrong}")
-    try:
-        SamplingParams(max_tokens=sampling.max_new_tokens, **for_sampling_params(parameters))
-    except (TypeError, ValueError, VLLMValidationError) as error:
-        raise ValueError(f"generation_kwargs: vLLM takes no such SamplingParams: {error}") from error
+    if (error := refused_by_vllm({"max_tokens": sampling.max_new_tokens, **parameters})) is not None:
+        raise ValueError(f"generation_kwargs: vLLM takes no such SamplingParams: {error}")
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> bool:

@@ -13,7 +13,7 @@ from transformers import SchedulerType, get_scheduler
 from qerl_recipes.recipe import drafts
 from qerl_recipes.recipe.configs import SERVER, WANDB, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.recipe.generation import SMALLEST_TEMPERATURE, sampling_parameters, wrong_bias
+from qerl_recipes.recipe.generation import SMALLEST_TEMPERATURE, refused_by_vllm, sampling_parameters
 from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER, refusals
 from qerl_recipes.recipe.server_keys import DEFAULTS
 
@@ -306,8 +306,6 @@ def _generation(training: GRPOConfig) -> Iterator[str]:
             f"generation_kwargs cannot set {', '.join(twice)}: the engine would sample with one value and the trainer "
             f"compute log-probabilities with another; use the key {twice[0]} itself"
         )
-    if (bias_problem := wrong_bias(generation_kwargs)) is not None:
-        yield f"generation_kwargs: {bias_problem}"
     if training.vllm_structured_outputs_regex is not None and "structured_outputs" in generation_kwargs:
         yield "generation_kwargs: structured_outputs beside vllm_structured_outputs_regex would be ignored; remove one"
 
@@ -320,15 +318,10 @@ def _sampling(training: GRPOConfig) -> Iterator[str]:
             "of the trainer are divided by it, and vLLM samples with no smaller one"
         )
     elif training.rollout_engine == "vllm":
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMValidationError
-
-        parameters = sampling_parameters(training).items()
-        others = {key: value for key, value in parameters if key not in {*SET_BY_ENGINE, "structured_outputs"}}
-        try:
-            SamplingParams(**others, max_tokens=training.max_completion_length)
-        except (TypeError, ValueError, VLLMValidationError) as error:
-            yield f"{', '.join(sorted(KEYS))}, generation_kwargs: vLLM takes no such SamplingParams: {error}"
+        others = {key: value for key, value in sampling_parameters(training).items() if key not in SET_BY_ENGINE}
+        if (error := refused_by_vllm({**others, "max_tokens": training.max_completion_length})) is not None:
+            keys = (*sorted(KEYS), "vllm_structured_outputs_regex", "generation_kwargs")
+            yield f"{', '.join(keys)}: vLLM takes no such SamplingParams: {error}"
 
 
 def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:

@@ -87,6 +87,28 @@ def for_sampling_params(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
+def refused_by_vllm(parameters: Mapping[str, Any]) -> str | None:
+    """Return why vLLM would refuse sampling parameters, a regular expression included; None if it takes them."""
+    if (wrong := wrong_bias(parameters)) is not None:
+        return wrong
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+    refusals = (TypeError, ValueError, VLLMValidationError)
+    try:
+        made = SamplingParams(**for_sampling_params(parameters))
+        if made.structured_outputs is not None and made.structured_outputs.regex is not None:
+            try:
+                validate_xgrammar_grammar(made)
+            except refusals:  # vLLM then tries the other
+                validate_guidance_grammar(made)
+    except refusals as error:
+        return str(error)
+    return None
+
+
 def wrong_bias(parameters: Mapping[str, Any]) -> str | None:
     """Say what is wrong with ``logit_bias`` in sampling parameters and how to mend it; return None if nothing is."""
     bias = parameters.get("logit_bias")

@@ -33,13 +33,15 @@ RANGES = {
     per_device_train_batch_size per_device_eval_batch_size vllm_kv_cache_memory_bytes vllm_tensor_parallel_size
     """,
     "at least 0": """
-    seed dataset_seed noise_seed learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon beta
-    max_grad_norm epsilon epsilon_high off_policy_mask_threshold top_entropy_quantile eval_steps eval_delay save_steps
+    seed dataset_seed noise_seed learning_rate warmup_steps weight_decay adam_epsilon beta max_grad_norm epsilon
+    epsilon_high off_policy_mask_threshold eval_steps eval_delay save_steps
     """,
+    "at least 0 and below 1": "adam_beta1 adam_beta2",
+    "at least 0 and at most 1": "top_entropy_quantile",
+    "above 0 and at most 1": "vllm_gpu_memory_utilization",
     "above 0": """
     num_train_epochs delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg
-    vespo_lambda_neg vllm_importance_sampling_clip_max vllm_gpu_memory_utilization max_tool_calling_iterations
-    max_tool_tokens max_tool_seconds
+    vespo_lambda_neg vllm_importance_sampling_clip_max max_tool_calling_iterations max_tool_tokens max_tool_seconds
     """,
 }
 

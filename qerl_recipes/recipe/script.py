@@ -1,6 +1,7 @@
 """Define the keys of a recipe for data, rewards, tools and the adapter to start from."""
 
 import json
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,8 @@ import trl
 
 from qerl_recipes.recipe.file import ConfigError, key
 from qerl_recipes.recipe.keys import RANGES
+
+IS_WITHIN = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
 @dataclass
@@ -72,10 +75,10 @@ class ScriptArguments(trl.ScriptArguments):
 def refuse_out_of_range(arguments: Any) -> None:
     """Raise ConfigError if a number that ``arguments`` have is outside the range of its key; NaN always is."""
     for words, keys in RANGES.items():
-        least, is_open = int(words[-1]), words.startswith("above")
+        limits = [limit.rpartition(" ") for limit in words.split(" and ")]
         for name in keys.split():
             value = getattr(arguments, name, None)
-            if isinstance(value, int | float) and not (value > least if is_open else value >= least):
+            if isinstance(value, int | float) and not all(IS_WITHIN[w](value, int(limit)) for w, _, limit in limits):
                 default = type(arguments).__dataclass_fields__[name].default
                 raise ConfigError(f"{name} must be {words}, not {value}; the default is {default}")
 

@@ -72,6 +72,11 @@ REFUSED = [
     ("--top_p 1.5", "vLLM takes no such SamplingParams: top_p must be in (0, 1]"),
     ("--min_p 2", "vLLM takes no such SamplingParams: min_p must be in [0, 1]"),
     ('--generation_kwargs {"truncate_prompt_tokens":3}', "Unexpected keyword argument 'truncate_prompt_tok"),
+    (
+        "--vllm_structured_outputs_regex [0-9",
+        'vLLM takes no such SamplingParams: Grammar error: at 1(8): invalid regex "[0',
+    ),
+    ('--generation_kwargs {"structured_outputs":{"regx":"a"}}', "vLLM takes no such SamplingParams: "),
     ('--generation_kwargs {"min_tokens":57}', "min_tokens must be less than or equal to max_tokens=56"),
     (
         '--generation_kwargs {"logit_bias":{"nine":5.0}}',
@@ -188,6 +193,9 @@ def test_keys_that_cannot_run_are_refused_by_name(flags, message):
         "--loss_type vespo",
         '--temperature 0.01 --generation_kwargs {"stop":["</answer>"]}',
         '--generation_kwargs {"logit_bias":{"9":100,"10":-100.0}}',
+        "--vllm_structured_outputs_regex [[0-9]",  # only the first of vLLM's two parsers takes it
+        r"--vllm_structured_outputs_regex \p{L}+",  # only the second
+        "--adam_beta1 0 --top_entropy_quantile 1",
         "--dtype float32",
         "--dtype float16",  # on a CPU; elsewhere bf16 is TRL's default
         "--dtype float16 --fp16 true",

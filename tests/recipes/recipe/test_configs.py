@@ -263,6 +263,10 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
         ("num_iterations: 0\n", "num_iterations must be at least 1, not 0; the default is 1"),
         ("beta: -0.1\n", "beta must be at least 0, not -0.1"),
         ("learning_rate: .nan\n", "learning_rate must be at least 0, not nan"),
+        ("adam_beta1: 1\n", "adam_beta1 must be at least 0 and below 1, not 1"),
+        ("adam_beta2: -0.1\n", "adam_beta2 must be at least 0 and below 1, not -0.1"),
+        ("top_entropy_quantile: 1.5\n", "top_entropy_quantile must be at least 0 and at most 1, not 1.5"),
+        ("vllm_gpu_memory_utilization: 1.1\n", "vllm_gpu_memory_utilization must be above 0 and at most 1, not 1.1"),
         (
             "vllm_importance_sampling_clip_max: 0\n",
             "vllm_importance_sampling_clip_max must be above 0, not 0.0",
