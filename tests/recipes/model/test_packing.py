@@ -15,7 +15,6 @@ from trl.trainer.utils import add_fused_lm_head
 from qerl_recipes.model import attention, logprobs
 from qerl_recipes.model import loading as model
 from qerl_recipes.model.packing import pack
-from qerl_recipes.recipe.configs import GRPOConfig
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 P, C = 7, 9  # columns of prompts and of completions
@@ -361,8 +360,3 @@ def test_processes_with_different_rows_agree_on_the_gradient(batch, make_nvfp4, 
             assert torch.equal(one[name], other[name])
             largest = float(weight.grad.abs().max())
             torch.testing.assert_close(2 * one[name], weight.grad, rtol=0, atol=1e-4 * largest, msg=name)
-
-
-def test_a_budget_below_zero_is_refused():
-    with pytest.raises(ValueError, match="pack_tokens must be at least 1, 0 for padded batches or -1"):
-        GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, pack_tokens=-2)

@@ -1,5 +1,4 @@
 import dataclasses
-import difflib
 import warnings
 from pathlib import Path
 
@@ -65,15 +64,14 @@ def test_promise_09_refused_keys_are_named_with_the_way_out(flags):
 
 
 @pytest.mark.parametrize("where", ["yaml", "flag"])
-@pytest.mark.parametrize("key", ["sigma_begin", "learning_rat", "aqn", "nois_mode"])
-def test_promise_09_unknown_keys_are_refused_with_the_closest(where, key, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "closest"),
+    [("sigma_begin", "sigma_end"), ("learning_rat", "learning_rate"), ("sigma_sta", "sigma_start"), ("aqn", None)],
+)
+def test_promise_09_unknown_keys_are_refused_with_the_closest(key, closest, where, tmp_path):
     argv = recipe(tmp_path, f"{key}: 1\n") if where == "yaml" else [*CPU, f"--{key}", "1"]
-    with pytest.raises(ConfigError, match=f"unknown key {key}") as error:
+    with pytest.raises(ConfigError, match=f"unknown key {key}" + (rf"; did you mean {closest}\?" if closest else "")):
         parse(argv)
-    valid = {field.name for dataclass in (configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig)
-             for field in dataclasses.fields(dataclass)}  # fmt: skip
-    closest = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
-    assert not closest or f"did you mean {closest[0]}?" in str(error.value)
 
 
 def test_open_r1_mathematical_recipe_parses_unchanged():
@@ -138,9 +136,8 @@ def test_the_adapter_is_on_all_linears_unless_some_are_named(tmp_path):
     for argv in (CPU, recipe(tmp_path, "lora_target_modules: null\n")):
         script, _, model = parse(argv)
         assert model.lora_target_modules == "all-linear"
-    assert configs.adapter_line(script, model).startswith(
-        "adapter: LoRA r 16, alpha 32, on all linear layers of the blocks;"
-    )
+    expected = "adapter: LoRA r 16, alpha 32, on all linear layers of the blocks;"
+    assert configs.adapter_line(script, model).startswith(expected)
     assert "full fine-tuning" not in configs.adapter_line(script, model)  # the recipe has a lora_ key
     script, _, model = parse(CPU)
     assert "(a recipe without any lora_ key: full fine-tuning" in configs.adapter_line(script, model)
@@ -157,7 +154,6 @@ def test_one_module_named_by_itself_carries_the_adapter(tmp_path):
     PEFT reads a string as a pattern for whole names, which would match none.
     """
     import peft
-    import torch
     from trl import get_peft_config
 
     base = torch.nn.ModuleDict(
@@ -213,9 +209,7 @@ def test_a_former_noise_mode_works_with_a_warning(former, mode, tmp_path):
         with pytest.warns(FutureWarning, match=f"{where}.*{warned}"):
             assert parse(argv)[1].noise_mode == mode
     with pytest.warns(FutureWarning, match=f"GRPOConfig: {warned}"):
-        assert (
-            configs.GRPOConfig(output_dir=str(tmp_path), noise_mode=former, use_cpu=True, bf16=False).noise_mode == mode
-        )
+        assert configs.GRPOConfig(noise_mode=former, use_cpu=True, bf16=False).noise_mode == mode
 
 
 def test_a_former_key_gives_way_to_a_recipe_above_it(tmp_path):
@@ -267,25 +261,9 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
         ("adam_beta2: -0.1\n", "adam_beta2 must be at least 0 and below 1, not -0.1"),
         ("top_entropy_quantile: 1.5\n", "top_entropy_quantile must be at least 0 and at most 1, not 1.5"),
         ("vllm_gpu_memory_utilization: 1.1\n", "vllm_gpu_memory_utilization must be above 0 and at most 1, not 1.1"),
-        (
-            "vllm_importance_sampling_clip_max: 0\n",
-            "vllm_importance_sampling_clip_max must be above 0, not 0.0",
-        ),
+        ("vllm_importance_sampling_clip_max: 0\n", "vllm_importance_sampling_clip_max must be above 0, not 0.0"),
+        ("pack_tokens: -2\n", "pack_tokens must be at least 1, 0 for padded batches or -1"),
         ("dynamic_sampling_max_rounds: 0\n", "dynamic_sampling_max_rounds must be at least 1"),
-        (
-            "generation_batch_size: 60\nnum_generations: 8\n",
-            "generation_batch_size: 60 is not whole groups of num_generations: 8; use 56 or another multiple of 8",
-        ),
-        (
-            "generation_batch_size: 64\nsteps_per_generation: 3\n",
-            "steps_per_generation: 3 does not divide the 64 completions that each process has",
-        ),
-        ("per_device_train_batch_size: 3\n", "use per_device_train_batch_size: 8, or a multiple of 8 processes"),
-        (
-            "per_device_train_batch_size: 16\ngradient_accumulation_steps: 4\nnum_generations: 14\n",
-            "a rollout of 64 completions (per_device_train_batch_size 16 x steps_per_generation 4 x processes 1) is "
-            "not whole groups of num_generations: 14; use per_device_train_batch_size: 14, or a multiple of 7 proc",
-        ),
         (
             "deepspeed: zero3.json\nbenchmarks: [a]\nnoise_mode: none\nsigma_start: 1.0\n",
             "benchmarks: ['a'] cannot be honoured; ",
@@ -312,9 +290,8 @@ def test_a_malformed_command_line_is_refused(argv):
 
 @pytest.mark.parametrize("flags", [["--system_prompt", "null"], ["--output_dir=None"], ["--hub-token", "None"]])
 def test_a_word_for_nothing_does_not_become_a_text(flags):
-    with pytest.raises(
-        ConfigError, match=rf"^command line: {flags[0].partition('=')[0]} (None|null) would be that word"
-    ):
+    word = rf"^command line: {flags[0].partition('=')[0]} (None|null) would be that word"
+    with pytest.raises(ConfigError, match=word):
         parse([*CPU, *flags])
 
 
@@ -351,17 +328,6 @@ def test_any_value_of_any_key_parses_or_is_a_config_error(key, value, tmp_path_f
             assert str(error)
 
 
-def test_flags_may_not_be_abbreviated():
-    with pytest.raises(ConfigError, match="unknown key sigma_sta; did you mean sigma_start"):
-        parse([*CPU, "--sigma_sta", "0.1"])
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-0.1"])
-def test_sigma_that_is_negative_or_not_a_number_is_refused(value):
-    with pytest.raises(ConfigError, match="sigma_start must be a finite number >= 0"):
-        parse([*CPU, f"--sigma_start={value}"])
-
-
 def test_a_sigma_beyond_the_engines_limit_is_refused():
     for key, flags in (("sigma_start", ["--sigma_start", "2e6"]), ("sigma_end", ["--sigma_end", "1000001"])):
         with pytest.raises(ConfigError, match=rf"{key} must be at most 1e\+06, the most that the engine takes"):
@@ -374,6 +340,7 @@ def test_a_sigma_beyond_the_engines_limit_is_refused():
     ("flags", "message"),
     [
         (["--noise_mode", "none", "--sigma_start", "0.1"], "sigma_start would be ignored"),
+        *((["--sigma_start", value], "must be a finite number >= 0") for value in ("nan", "inf", "-0.1")),
         (["--noise_mode", "both", "--sigma_start", "0"], "0 < sigma_end <= sigma_start"),
         (["--sigma_start", "1e-3", "--sigma_end", "1e-2"], "0 < sigma_end <= sigma_start"),
         (["--noise_mode", "both", "--num_stages", "0"], "num_stages must be at least 1"),
@@ -420,40 +387,3 @@ def test_without_a_gpu_a_recipe_runs_on_the_cpu(tmp_path):
     assert training.use_cpu and not training.bf16
     _, training, _ = parse(["--config", str(recipe), "--use_cpu", "false", "--bf16", "false"])
     assert not training.use_cpu
-
-
-# what a recipe says of its batches -> (per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation,
-# generation_batch_size, tokens of a row)
-BATCHES = {
-    "": (8, 1, 1, 8, -1),
-    "generation_batch_size: 64\n": (64, 1, 1, 64, -1),
-    "generation_batch_size: 64\nsteps_per_generation: 4\npack_tokens: 99\n": (16, 1, 4, 64, 99),
-    "steps_per_generation: 4\n": (8, 1, 4, 32, -1),
-    "per_device_train_batch_size: 16\ngradient_accumulation_steps: 4\n": (16, 4, 4, 64, 16384),
-    "per_device_train_batch_size: 16\ngeneration_batch_size: 16\npack_tokens: -1\n": (16, 1, 1, 16, 16384),
-    "gradient_accumulation_steps: 4\ngeneration_batch_size: 32\n": (8, 4, 4, 32, 16384),
-    "generation_batch_size: 64\ntop_entropy_quantile: 0.5\n": (64, 1, 1, 64, 16384),
-}
-
-
-@pytest.mark.parametrize("text", BATCHES, ids=lambda text: text.replace("\n", " ").strip() or "nothing")
-def test_batches_follow_from_what_a_recipe_names(text, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"output_dir: unused\n{text}")
-    _, training, _ = parse(["--config", str(path)])
-    found = (training.per_device_train_batch_size, training.gradient_accumulation_steps, training.steps_per_generation)
-    assert (*found, training.generation_batch_size, training.pack_tokens) == BATCHES[text]
-    assert training.splits_by_tokens == (training.pack_tokens in (-1, 99))
-
-
-def test_a_rollout_is_shared_by_all_processes(monkeypatch):
-    monkeypatch.setattr(configs.GRPOConfig, "world_size", 4)
-    flags = ["--output_dir", "unused", "--generation_batch_size", "64", "--steps_per_generation", "2"]
-    _, training, _ = parse(flags)
-    assert (training.per_device_train_batch_size, training.generation_batch_size) == (8, 64)
-
-
-def test_half_of_what_trl_needs_is_told_what_it_means():
-    flags = ["--output_dir", "unused", "--generation_batch_size", "64", "--per_device_train_batch_size", "4"]
-    with pytest.warns(UserWarning, match="gradient_accumulation_steps is not set, .* has 4 of the 64 completions"):
-        parse(flags)
