@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import json
 import shutil
 from pathlib import Path
 
@@ -379,3 +380,15 @@ def test_an_arm_of_other_keys_than_there_are_now_is_refused(smaller):
     Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "max_steps": 7}))
     with pytest.raises(StudyError, match=r"taken\.arms\.r32: b@0\.001/seed-\d of .* does not say"):
         inventory.taken_rows(plan)
+
+
+def test_a_vote_is_of_the_tasks_that_all_have_one(study, finish, tmp_path):
+    plan = read(study(sweep=None))
+    run = first_runs(plan)[0]
+    finish(run, tmp_path, 0.5)
+    at = {"4": {"value": 0.75}}
+    of = [{"accuracy": 0.5, "pass_at": at, "maj_at": at}, {"accuracy": 0.25, "pass_at": at}]  # episodes have no vote
+    for tasks in (of, of[::-1]):
+        content = {"tasks": {str(number): {"adapter": task} for number, task in enumerate(tasks)}}
+        (tmp_path / run.folder / "evaluation/greedy/evaluation.json").write_text(json.dumps(content))
+        assert inventory.figures(plan, run, tmp_path) == {"accuracy": 0.375, "pass@4": 0.75}
