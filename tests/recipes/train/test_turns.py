@@ -1,4 +1,4 @@
-"""Test training with tools, environments and rollout functions as TRL has them.
+"""Test training with tools and rollout functions as TRL has them.
 
 The engine is scripted and follows from the history, so that TRL's own loop can be compared with ours.
 """
@@ -7,7 +7,6 @@ import copy
 import itertools
 import json
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,21 +15,18 @@ import pandas as pd
 import pytest
 import scripted_rollouts
 import torch
+from calling import in_turn
 from datasets import Dataset
-from digit_rewards import digits
 from trl import GRPOTrainer
 
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.rollout import episodes
 from qerl_recipes.rollout.interface import TakesTurns
-from qerl_recipes.tasks.environment_process import in_its_own_interpreter
 from qerl_recipes.tasks.rewards import FACTORIES
 from qerl_recipes.train import loss
 from qerl_recipes.train.turns import TurnsTrainer
 
 pytestmark = pytest.mark.usefixtures("scripted")
-SCRIPTED = {"rollout_engine": scripted_rollouts.NAME, "dtype": torch.float32, "max_steps": 1}
-TOOLS = {"tools": [calling.double, calling.wait]}
 
 
 def drawn(tokens):
@@ -39,37 +35,9 @@ def drawn(tokens):
     return [*dice.choices(choices, k=dice.randint(0, 3)), 1]
 
 
-def in_turn(*lines):
-    """Return what says the first line in the first turn, the second in the second, and the last from then on."""
-
-    def say(tokens):
-        turn = tokens.count(calling.VOCABULARY.index("<assistant>")) - 1
-        return calling.ids(lines[min(turn, len(lines) - 1)])
-
-    return say
-
-
 def differs(completions, **columns):
     """Give each completion another reward, so that there is something to learn."""
     return [float(i) for i in range(len(completions))]
-
-
-@pytest.fixture
-def train(make_trainer, make_nvfp4, read_metrics, resume):
-    """Return train(say, turns, reward, **settings), which trains a step; it returns the trainer and the lines.
-
-    Without ``say`` the engine draws. ``before`` is called with the trainer, and ``checkpoint`` is one to resume from.
-    """
-
-    def run(say, turns=TOOLS, reward=digits, before=lambda trainer: None, checkpoint=None, **settings):
-        settings = {**SCRIPTED, "max_completion_length": 32, "vllm_max_model_length": 64, **settings}
-        trainer = make_trainer(make_nvfp4("qwen2"), reward, turns=turns, **settings)
-        trainer.vllm_generation.say = say
-        before(trainer)
-        resume(trainer, checkpoint)
-        return trainer, read_metrics(trainer)
-
-    return run
 
 
 @pytest.mark.parametrize("tokens", [56, 12])
@@ -101,7 +69,8 @@ def test_turns_are_those_of_trls_own_loop(calls, tokens, train, monkeypatch):
 def test_what_stands_between_two_turns_is_as_in_trl(make_trainer, make_nvfp4):
     """Check the values that TRL's method reads of a trainer; its other tests see the loop's own template alone."""
     options, said = {"mark": "+"}, [{"role": "tool", "name": "double", "content": text} for text in "78"]
-    trainer = make_trainer(make_nvfp4("qwen2"), turns=TOOLS, chat_template_kwargs=options, **SCRIPTED)
+    engine = {"rollout_engine": scripted_rollouts.NAME, "chat_template_kwargs": options}
+    trainer = make_trainer(make_nvfp4("qwen2"), turns=calling.TOOLS, **engine)
     for template in (None, calling.TEMPLATE + "{{ '=' if tools else mark }}"):
         trainer.chat_template = template
         between = trainer._get_tool_suffix_ids(said)
@@ -117,7 +86,7 @@ def test_promise_06_engine_and_trainer_agree_over_turns(leaks, make_trainer, mak
         monkeypatch.setattr(loss, "mask_of", lambda batch: batch["completion_mask"])
     noise = {"noise_mode": "both", "sigma_start": 0.1, "sigma_end": 0.1, "num_stages": 1, "max_steps": 2}
     settings = {"max_completion_length": 40, "generation_kwargs": {"stop_token_ids": calling.ENDS}, **noise}
-    trainer = make_trainer(make_nvfp4("qwen2"), turns=TOOLS, max_tool_calling_iterations=3, **settings)
+    trainer = make_trainer(make_nvfp4("qwen2"), turns=calling.TOOLS, max_tool_calling_iterations=3, **settings)
     play, swap, events = trainer.vllm_generation.play, trainer.vllm_generation.policy.swap, []
     monkeypatch.setattr(trainer.vllm_generation, "play", lambda *given: events.append("play") or play(*given))
     monkeypatch.setattr(trainer.vllm_generation.policy, "swap", lambda *a, **k: events.append("swap") or swap(*a, **k))
@@ -219,7 +188,7 @@ def test_a_stop_string_in_a_tools_text_ends_nothing(train):
 
 @pytest.mark.parametrize("kind", ["tools", "rollout function"])
 def test_a_rollout_has_one_policy_whatever_its_turns(kind, train):
-    turns = {"tools": TOOLS, "rollout function": {"rollout_func": asks_twice}}[kind]
+    turns = {"tools": calling.TOOLS, "rollout function": {"rollout_func": asks_twice}}[kind]
     trainer, records = train(in_turn("{double 4}<eos>", "7<eos>"), turns, max_steps=2)
     assert [record["adapter_version"] for record in records] == [1, 2] and trainer.vllm_generation.version == 2
     assert len(trainer.vllm_generation.asked) == 4, "of two turns each"
@@ -228,7 +197,7 @@ def test_a_rollout_has_one_policy_whatever_its_turns(kind, train):
 @pytest.mark.parametrize("kind", ["tools", "rollout function"])
 def test_turns_have_ended_when_processes_gather(kind, train):
     """Check that no process waits in TRL's gathering for one that needs it in a shared engine."""
-    turns, held = {"tools": TOOLS, "rollout function": {"rollout_func": asks_twice}}[kind], []
+    turns, held = {"tools": calling.TOOLS, "rollout function": {"rollout_func": asks_twice}}[kind], []
 
     def watch(trainer):
         engine, gather = trainer.vllm_generation, trainer.accelerator.gather
@@ -280,103 +249,26 @@ def test_the_divisor_is_of_sampled_tokens(kind, train):
     assert int(batch["num_items_in_batch"]) == 8 * 4 < int(batch["completion_mask"].sum()) == 8 * 7
 
 
-# environments
+@pytest.mark.parametrize(
+    ("turns", "text"),
+    [
+        ({"train_dataset": None}, "`train_dataset` is required unless"),
+        ({"rollout_func": lambda prompts, trainer: {"prompt_ids": []}}, r"must return keys .*completion_ids"),
+        (
+            {**calling.TOOLS, "train_dataset": Dataset.from_dict({"prompt": ["1+2="]})},
+            "and these are texts; write each as",
+        ),
+    ],
+)
+def test_what_cannot_be_played_is_refused(turns, text, train):
+    with pytest.raises(ValueError, match=text):
+        train(drawn, turns)
 
 
-class Silent:
-    """An environment without a reward and an observation."""
-
-    def reset(self, **row):
-        self.row = row
-
-    def double(self, number: int) -> int:
-        """Double a number.
-
-        Args:
-            number: The number.
-        """
-        return 2 * number
-
-
-def walked(environments, **columns):
-    return [float(one.at) for one in environments]
-
-
-@pytest.mark.parametrize("reward", [None, [walked]], ids=["its own reward", "beside one that reads it"])
-def test_an_environment_is_reset_for_each_episode_and_may_own_its_reward(reward, train):
-    calling.Walk.made = 0
-    turns, weights = {"environment_factory": calling.Walk}, [0.5] if reward else None
-    trainer, records = train(
-        in_turn("{move}{move}<eos>", "{move}<eos>", "7<eos>"), turns, reward or [], max_steps=2, reward_weights=weights
-    )
-    assert calling.Walk.made == len(trainer.environments) == 8, "instances are used again"
-    assert [one.resets for one in trainer.environments] == [2] * 8
-    assert {one.at for one in trainer.environments} == {6} and records[0]["rewards/Walk/mean"] == 6.0
-    assert records[0]["reward"] == (9.0 if reward else 6.0), "the weights are of functions alone"
-    assert set(trainer.environments[0].row) == {"prompt", "answer", "seed"}
-    prompts = [request.prompt for request in trainer.vllm_generation.asked[0]]
-    assert all(prompt[-2:] == calling.ids("7<assistant>") for prompt in prompts), "what reset returns is in the prompt"
-    assert records[0]["turns"] == 3.0 and records[0]["tool_calls"] == 3.0
-
-
-def test_an_environment_may_own_its_data(train):
-    turns = {"environment_factory": calling.Walk, "train_dataset": None}
-    trainer, records = train(in_turn("{move}<eos>", "7<eos>"), turns, [], max_steps=2)
-    assert [record["rewards/Walk/mean"] for record in records] == [2.0, 2.0]
-    assert len(trainer.train_dataset) == 2
-    (prompt,) = {tuple(request.prompt) for request in trainer.vllm_generation.asked[0]}
-    assert list(prompt[-3:]) == calling.ids("<user>7<assistant>"), "the prompt is what reset returns"
-
-
-def test_each_row_names_its_environment(train):
-    rows = calling.prompts(8)
-    rows = rows.add_column("environment", ["walk", "silent", "stroll", "silent"] * 2)
-    factories = {"walk": calling.Walk, "silent": Silent, "stroll": calling.Walk}
-    turns = {"environment_factory": factories, "train_dataset": rows}
-    say = in_turn("{move}{double 4}<eos>", "7<eos>")
-    trainer, (record,) = train(say, turns, [digits], per_device_train_batch_size=32)
-    assert {type(one) for one in trainer.environments} == {calling.Walk, Silent}
-    assert record["rewards/Walk/mean"] == 2.0, "of its own episodes alone"
-    assert trainer.reward_func_names == ["digits", "Walk"], "two names of a class have one reward"
-    assert record["tool_failures"] == 0.5, "each has one of the two tools"
-
-
-LOSING = '''
-import os
-
-class Losing:
-    def reset(self, **row):
-        self.at = 0
-
-    def move(self, steps: int) -> str:
-        """Walk.
-
-        Args:
-            steps: How far.
-        """
-        self.at += steps
-        return str(self.at)
-
-    def get_reward(self):
-        if self.at == 2:
-            os._exit(1)
-        return 1.0
-'''
-
-
-def test_processes_lost_outside_of_tools_are_counted(train, tmp_path, monkeypatch):
-    (tmp_path / "losing.py").write_text(LOSING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    turns = {"environment_factory": in_its_own_interpreter(sys.executable, "losing.Losing", {}, 20.0)}
-
-    def say(tokens):
-        is_first = tokens.count(calling.VOCABULARY.index("<assistant>")) == 1
-        return calling.ids("{move}<eos>" if is_first and sum(tokens) % 2 else "7<eos>")
-
-    trainer, (record,) = train(say, turns, [])
-    walked = sum(len(one.turns) > 1 for one in trainer._episodes)
-    assert 0 < walked < 8 and record["environments_lost"] == walked / 8
-    assert record["rewards/Losing/mean"] == 1.0 and record["tool_failures"] == 0.0
+def test_an_engine_of_one_turn_is_refused_by_name(train, monkeypatch):
+    monkeypatch.delattr(scripted_rollouts.SeededRollouts, "play")
+    with pytest.raises(ValueError, match=r"engine ScriptedRollouts takes one .* use rollout_engine: vllm"):
+        train(drawn)
 
 
 def test_a_punishment_for_length_leaves_tools_tokens_out(train):
@@ -389,40 +281,6 @@ def test_a_punishment_for_length_leaves_tools_tokens_out(train):
 
     _, (record,) = train(in_turn("{double 4}<eos>", "7<eos>"), reward=soft)
     assert set(given) == {(7, 4)} and record["reward"] == (2 - 4) / 4
-
-
-def test_a_text_of_reset_that_does_not_fit_is_said(train):
-    turns = {"environment_factory": calling.Walk, "train_dataset": None}
-    text = "with the text that reset of the environment adds, a prompt has 5 tokens of the {} of a sequence: {}; let"
-    cut = text.format(16, r"completions are cut off before max_completion_length \(32\)")
-    with pytest.warns(UserWarning, match=cut) as caught:
-        train(in_turn("7<eos>"), turns, [], vllm_max_model_length=16, max_steps=2)
-    assert len([warning for warning in caught if "adds, a prompt" in str(warning.message)]) == 1
-    with pytest.raises(ValueError, match=text.format(5, "there is no room for an answer") + ".* raise vllm_max_model_"):
-        train(in_turn("7<eos>"), turns, [], vllm_max_model_length=5)
-
-
-@pytest.mark.parametrize(
-    ("turns", "settings", "text"),
-    [
-        ({"train_dataset": None}, {}, "`train_dataset` is required unless"),
-        ({"environment_factory": {"walk": calling.Walk}, "train_dataset": None}, {}, "requires a `train_dataset`"),
-        ({"environment_factory": calling.Walk, "train_dataset": None}, {"max_steps": -1}, "`max_steps` must be set"),
-        ({"environment_factory": Silent}, {"reward": []}, "No reward source"),
-        ({"environment_factory": SimpleNamespace}, {}, "must define a callable `reset`"),
-        ({"rollout_func": lambda prompts, trainer: {"prompt_ids": []}}, {}, r"must return keys .*completion_ids"),
-        ({**TOOLS, "train_dataset": Dataset.from_dict({"prompt": ["1+2="]})}, {}, "and these are texts; write each as"),
-    ],
-)
-def test_what_cannot_be_played_is_refused(turns, settings, text, train):
-    with pytest.raises(ValueError, match=text):
-        train(drawn, turns, **settings)
-
-
-def test_an_engine_of_one_turn_is_refused_by_name(train, monkeypatch):
-    monkeypatch.delattr(scripted_rollouts.SeededRollouts, "play")
-    with pytest.raises(ValueError, match=r"engine ScriptedRollouts takes one .* use rollout_engine: vllm"):
-        train(drawn)
 
 
 # rollout functions
@@ -466,7 +324,7 @@ def test_tools_go_on_from_what_a_rollout_function_has_sampled(train):
         flat = [[each[0] for each in row] for row in logprobs]
         return {"prompt_ids": ids, "completion_ids": said, "logprobs": flat}
 
-    trainer, (record,) = train(in_turn("{double 4}<eos>", "7<eos>"), {**TOOLS, "rollout_func": asks_once})
+    trainer, (record,) = train(in_turn("{double 4}<eos>", "7<eos>"), {**calling.TOOLS, "rollout_func": asks_once})
     assert (record["turns"], record["tool_calls"]) == (2.0, 1.0)
     first, second = trainer.vllm_generation.asked
     assert all(late.prompt[: len(early.prompt)] == early.prompt for early, late in zip(first, second, strict=True))
