@@ -153,29 +153,25 @@ def _replace_linear(
     model: PreTrainedModel, name: str, module: torch.nn.Linear, tensors: "_Tensors", dtype: torch.dtype
 ) -> None:
     """Put a frozen NVFP4 linear in the place of ``module``, unless the checkpoint keeps this one in BF16."""
-    scheme = tensors.report.scheme
-    if scheme is not None and not scheme.is_quantized(name):
-        return
-    kept = kept_in_bf16(tensors.report.config.get("model_type"))
-    if scheme is None and any(matches(pattern, name) for pattern in kept):
-        return
-    if scheme is None and (name == HEAD or module.in_features % nvfp4.GROUP_SIZE):
-        if name != HEAD:
+    report = tensors.report
+    if report.scheme is None:
+        kept = kept_in_bf16(report.config.get("model_type"))
+        if name == HEAD or any(matches(pattern, name) for pattern in kept):
+            return
+        if module.in_features % nvfp4.GROUP_SIZE:
             raise ValueError(
                 f"{name} has {module.in_features} columns, not a multiple of {nvfp4.GROUP_SIZE}, so NVFP4 cannot hold "
                 f"it; quantize without it: qerl quantize SOURCE DESTINATION --ignore {name}"
             )
-        return
-    if f"{name}.weight_packed" not in tensors.report.tensors and scheme is not None:
-        return  # a tied head, or a missing tensor, which _load_nvfp4 reports at its end
-    bias = tensors.get(f"{name}.bias") if module.bias is not None else None
-    if scheme is None:
         # BF16 whatever the model's dtype: the engine and `qerl quantize` round the source and its amax to BF16, too
         weight = tensors.get(f"{name}.weight").bfloat16()
         packed = nvfp4.quantize(weight, nvfp4.divisor_from_amax(_group_amax(name, tensors)))
         parts = (packed.codes, packed.block_scales, packed.divisor)
+    elif not report.scheme.is_quantized(name) or f"{name}.weight_packed" not in report.tensors:
+        return  # it is kept in BF16, a tied head, or a missing tensor, which _load_nvfp4 reports at its end
     else:
         parts = tuple(tensors.get(f"{name}.weight_{part}") for part in ("packed", "scale", "global_scale"))
+    bias = tensors.get(f"{name}.bias") if module.bias is not None else None
     model.set_submodule(name, FrozenNVFP4Linear(*parts, bias, dtype))
 
 
