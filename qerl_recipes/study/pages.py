@@ -62,20 +62,18 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
     names = labels(study, values)["best"]
     planned = found[found.kind == PLANNED]
     if planned.empty:
-        means = {names[arm]: _accuracies(study, values, names[arm], study.seeds) for arm in study.arms if arm in names}
+        arms = [names[arm] for arm in study.arms if arm in names]
+        means = {arm: _before_and_after(study, values, ACCURACY, arm, study.seeds) for arm in arms}
         return markdown(pd.DataFrame({"configuration": means.keys(), "accuracy, %": means.values()}))
     shown = pd.DataFrame({"a": planned.a, "b": planned.b})
     if planned.seeds.nunique() > 1:
         shown["seeds"] = planned.seeds.astype(int)
     bound, pairs = study.afterwards.two_states, list(zip(planned.a, planned.b, strict=True))
     seeds = [_of_both(study, values, *pair) for pair in pairs]
-    for side in ("a", "b"):
-        of_side = zip(planned[side], seeds, strict=True)
-        shown[f"accuracy {side}, %"] = [_accuracies(study, values, *of) for of in of_side]
-    if CALLS in values:
-        for side in ("a", "b"):
+    for metric, column in ((ACCURACY, "accuracy {}, %"), (CALLS, "calls {}")):
+        for side in ("a", "b") if metric in values else ():
             of_side = zip(planned[side], seeds, strict=True)
-            shown[f"calls {side}"] = [_before_and_after(study, values, CALLS, *of) for of in of_side]
+            shown[column.format(side)] = [_before_and_after(study, values, metric, *of) for of in of_side]
     if bound is None:
         shown["a - b, points (95 %)"] = [points(row) for row in planned.to_dict("records")]
     else:
@@ -122,18 +120,13 @@ def _of_both(study: Study, values: pd.DataFrame, a: str, b: str) -> list[int]:
     return list(of_a.intersection(of_b))
 
 
-def _accuracies(study: Study, values: pd.DataFrame, label: str, seeds: Iterable[int]) -> str:
-    return _before_and_after(study, values, ACCURACY, label, seeds, 100) or "not evaluated"
-
-
-def _before_and_after(
-    study: Study, values: pd.DataFrame, metric: str, label: str, seeds: Iterable[int], scale: int = 1
-) -> str:
-    """Return an arm's mean of a metric before training, and after it over ``seeds``; nothing without one after."""
+def _before_and_after(study: Study, values: pd.DataFrame, metric: str, label: str, seeds: Iterable[int]) -> str:
+    """Return an arm's mean of accuracy, in percent, or of calls: before training, and after it over ``seeds``."""
+    scale, digits, missing = (100, 1, "not evaluated") if metric == ACCURACY else (1, 2, "")
     of = {f"base_{metric}": study.seeds, metric: seeds}  # the base is judged beside one seed
     before, after = (of_arm(values, name, label, wanted).mean() for name, wanted in of.items())
-    parts = [f"{scale * value:.{1 if scale > 1 else 2}f}" for value in (before, after) if pd.notna(value)]
-    return "→".join(parts) if pd.notna(after) else ""
+    parts = [f"{scale * value:.{digits}f}" for value in (before, after) if pd.notna(value)]
+    return "→".join(parts) if pd.notna(after) else missing
 
 
 def _taken(study: Study) -> list[str]:
