@@ -13,6 +13,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl_recipes.rollout.interface import Completions, GoOn, Profiler, Snapshot, Turn
@@ -146,11 +147,9 @@ class SeededRollouts(ABC):
         logprobs = [[[_known(value)] for value in completion.logprobs] for completion in completions]
         return [list(prompt) for prompt in prompts], [completion.ids for completion in completions], logprobs, None
 
-    @contextlib.contextmanager
-    def episodes(self) -> Iterator[None]:
+    def episodes(self) -> AbstractContextManager[None]:
         """Count all that is drawn inside as turns of one batch (``rollout.interface.TakesTurns``)."""
-        with self._seeds.one_batch():
-            yield
+        return self._seeds.one_batch()
 
     def play(self, turns: Sequence[Turn], go_on: GoOn, num_generations: int = 1, profiler: Profiler = None) -> None:
         """Take turns (``rollout.interface.TakesTurns``) without timing ``go_on``; raise as ``generate`` does."""
