@@ -54,11 +54,6 @@ def body(tensors: Tensors, config: Any, norms: Tensors | None = None) -> bytes:
     return b"".join(wire_body.pieces(joined(tensors, norms), plain_config(config)))
 
 
-def gpu_body(tensors: Tensors, config: Any) -> AbstractContextManager[bytes]:
-    """Return a context with the body that describes tensors on the server's GPUs; entering may raise CudaIPCError."""
-    return wire_body.describing(tensors, plain_config(config))
-
-
 class PolicyRefusedError(RuntimeError):
     """The server refused a call.
 
@@ -147,7 +142,7 @@ class _Client(ABC):
     async def _named(self, way: str, given: Tensors, config: Any, held: ExitStack) -> tuple[str, bytes]:
         """Return content type and body of a request for an adapter that stays where it is until ``held`` ends."""
         if way == IPC:  # in this thread: its CUDA stream computes the tensors
-            return gpu_memory.MEDIA_TYPE, held.enter_context(gpu_body(given, config))
+            return gpu_memory.MEDIA_TYPE, held.enter_context(wire_body.describing(given, config))
         path = await self._enter(self._segments.filled(given, wire_body.metadata(config)), held)
         return shared_file.MEDIA_TYPE, wire_body.naming(path)
 
