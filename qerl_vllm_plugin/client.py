@@ -5,7 +5,6 @@ GPU, reads it from shared memory, or receives it in the request's body.
 """
 
 import functools
-import math
 import ssl
 import sys
 import warnings
@@ -18,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import httpx
 import torch
 
+from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.adapter.check import AdapterError, joined, plain_config
 from qerl_vllm_plugin.wire import body as wire_body
@@ -235,13 +235,12 @@ class AsyncPolicyClient(_Client):
     ) -> int:
         """Set the noise on the norms and return how many carry it; sigma 0 restores them bit for bit.
 
-        Raises ValueError for a sigma that is NaN or infinite, which JSON cannot carry.
+        Raises ValueError for a sigma out of range and for values of another kind, before the server is asked.
         """
-        if isinstance(sigma, float) and not math.isfinite(sigma):
-            raise ValueError(f"noise sigma is {sigma}; it must be a finite number (0 clears the noise)")
-        noise: dict[str, Any] = {"sigma": sigma, "seed": seed, "rollout": rollout}
-        noise |= {} if targets is None else {"targets": list(targets)}
-        call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": noise}
+        sigma, seed, rollout, names = noise.checked(sigma, seed, rollout, () if targets is None else targets)
+        settings: dict[str, Any] = {"sigma": sigma, "seed": seed, "rollout": rollout}
+        settings |= {} if targets is None else {"targets": names}
+        call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": settings}
         answer = await self._send(call)
         return int(answer["noisy_norms"] if "noisy_norms" in answer else answer["touched"])  # an older server's name
 

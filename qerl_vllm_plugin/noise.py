@@ -10,6 +10,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -78,6 +79,16 @@ def check_sigma(sigma: object) -> float:
     if isinstance(sigma, bool) or not isinstance(sigma, numbers.Real) or sigma < 0 or not sigma <= MAX_SIGMA:
         raise ValueError(f"noise sigma is {sigma!r}; it must be a number from 0 to {MAX_SIGMA:g} (0 clears the noise)")
     return float(sigma)
+
+
+def checked(sigma: Any, seed: Any, rollout: Any, targets: Any) -> tuple[float, int, int, list[str]]:
+    """Return the settings of noise as plain numbers and a list; raise ValueError naming one of another kind."""
+    for name, value in (("seed", seed), ("rollout", rollout)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise ValueError(f"the noise's {name} is {value!r}; it must be a whole number")
+    if not isinstance(targets, list | tuple | set) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"the noise's targets are {targets!r}; they must be a list of names of norms")
+    return check_sigma(sigma), int(seed), int(rollout), list(targets)
 
 
 def all_noisy(bases: Mapping[str, torch.Tensor], sigma: float, seed: int, rollout: int) -> dict[str, torch.Tensor]:

@@ -236,14 +236,15 @@ class Policy:
     ) -> NoiseReport:
         """Set the target norms to base + sigma * z(seed, rollout, name); this replaces any earlier noise.
 
-        Raises ValueError for a sigma that is negative, not finite or above noise.MAX_SIGMA. Raises AdapterError, a
+        Raises ValueError for a sigma that is negative, not finite or above noise.MAX_SIGMA, and for values of
+        another kind. Raises AdapterError, a
         ValueError, for targets that name no norm of the model. Raises the other errors of ``swap`` as well.
         """
-        sigma = noise.check_sigma(sigma)
+        sigma, seed, rollout, names = noise.checked(sigma, seed, rollout, targets)
         timer, emptied = self._come_to_rest()
         self._check_empty(emptied)
         timer.end("empty")
-        results = self._call("qerl_set_noise", sigma, int(seed), int(rollout), list(targets), **VOUCHED)
+        results = self._call("qerl_set_noise", sigma, seed, rollout, names, **VOUCHED)
         timer.end("way")
         self.parts = _parts(timer, results[0])
         report = NoiseReport(sigma, results[0]["noisy_norms"], results[0]["swallowed"])

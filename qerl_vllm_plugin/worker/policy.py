@@ -189,12 +189,7 @@ def prepare_swap(
 
 def prepare_noise(policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, targets: list[str]) -> Change:
     """Prepare the noise, as ``qerl_set_noise`` describes it; raise AdapterError or ValueError for unusable values."""
-    sigma = noise.check_sigma(sigma)
-    for name, value in (("seed", seed), ("rollout", rollout)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise AdapterError(f"the noise's {name} is {value!r}; it must be a whole number")
-    if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
-        raise AdapterError(f"the noise's targets are {targets!r}; they must be a list of names of norms")
+    sigma, seed, rollout, targets = noise.checked(sigma, seed, rollout, targets)
     # sigma 0 clears the noise and needs no target
     names = sorted(noise.targeted(policy.sizes, targets)) if sigma or targets else []
     values = _norm_values(policy.base_norms, sigma, seed, rollout, targets)

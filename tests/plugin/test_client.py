@@ -141,10 +141,18 @@ def test_a_server_that_does_not_answer_is_named(kind, error, text, monkeypatch):
     assert raised.value.request is error.request
 
 
-@pytest.mark.parametrize("sigma", [float("nan"), float("inf")])
-def test_a_sigma_that_json_cannot_carry_is_named(sigma):
-    with pytest.raises(ValueError, match=f"noise sigma is {sigma}; it must be a finite number"):
-        PolicyClient(NOBODY, "token").set_noise(sigma, seed=0, rollout=0)
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sigma": float("nan")}, "noise sigma is nan; it must be a number from 0 to"),
+        ({"seed": 1.5}, r"the noise's seed is 1\.5; it must be a whole number"),
+        ({"targets": "norm"}, "the noise's targets are 'norm'; they must be a list"),
+    ],
+)
+def test_noise_is_refused_before_a_server_is_asked(kind, values, message):
+    with pytest.raises(ValueError, match=message):
+        done(kind(NOBODY, "token").set_noise(**{"sigma": 0.1, "seed": 0, "rollout": 0, **values}))
 
 
 @pytest.mark.parametrize("kind", CLIENTS)

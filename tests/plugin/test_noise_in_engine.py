@@ -102,16 +102,25 @@ def test_promise_03_noise_equals_hugging_face_with_noise(policy, engine, folder,
         assert measure.difference(measure.engine(engine), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("sigma", [-0.1, math.nan])
-def test_impossible_sigma_changes_nothing(policy, sigma):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sigma": -0.1}, "a number from 0 to"),
+        ({"sigma": math.nan}, "a number from 0 to"),
+        ({"seed": 1.5}, r"the noise's seed is 1\.5; it must be a whole number"),
+        ({"rollout": "7"}, "the noise's rollout is '7'; it must be a whole number"),
+        ({"targets": "input_layernorm"}, "the noise's targets are 'input_layernorm'; they must be a list"),
+    ],
+)
+def test_impossible_noise_changes_nothing(policy, values, message):
     policy.set_noise(0.1, seed=1, rollout=1)
     before = policy.state(digest=True)
-    with pytest.raises(ValueError, match="a number from 0 to"):
-        policy.set_noise(sigma, seed=2, rollout=2)
+    with pytest.raises(ValueError, match=message):
+        policy.set_noise(**{"sigma": 0.2, "seed": 2, "rollout": 2, **values})
     assert policy.state(digest=True) == before
 
 
-@pytest.mark.parametrize("targets", [["layernorm"], ["input_layernorm", "inputlayernorm"], "input_layernorm", []])
+@pytest.mark.parametrize("targets", [["layernorm"], ["input_layernorm", "inputlayernorm"], []])
 def test_unknown_targets_change_nothing(policy, targets):
     policy.set_noise(0.1, seed=1, rollout=1)
     before = policy.state(digest=True)
