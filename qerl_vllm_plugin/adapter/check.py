@@ -174,7 +174,8 @@ def named_modules(config: Mapping[str, Any], targets: Collection[str]) -> set[st
     }
     if not names:
         raise AdapterError(
-            f"target_modules {selected!r} names no linear layer of this model; those that can carry an adapter end in "
+            f"target_modules {selected!r:.200} names no linear layer of this model that exclude_modules "
+            f"{excluded!r} and layers_to_transform {layers!r} leave; those that can carry an adapter end in "
             f"{_endings(targets)}"
         )
     return names
@@ -229,7 +230,7 @@ def check_config(config: Mapping[str, Any], max_rank: int, besides: Collection[s
     # checked before any arithmetic: a Python integer may be too large for a float
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -MAX_ALPHA <= alpha <= MAX_ALPHA:
         raise AdapterError(
-            f"lora_alpha is {str(alpha)[:20]}; it must be a finite number of at most {MAX_ALPHA:.0e} in size"
+            f"lora_alpha is {repr(alpha)[:20]}; it must be a finite number of at most {MAX_ALPHA:.0e} in size"
         )
     return rank, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
@@ -363,7 +364,18 @@ def _endings(targets: Collection[str]) -> str:
 
 
 def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Tensor]:
-    """Merge an adapter and trained norms into one dict. Raises AdapterError for a name that is in both."""
+    """Merge an adapter and trained norms into one dict.
+
+    Raises AdapterError for a name that is in both, and for what are no tensors by name, or tensors without values.
+    """
+    for what, given in (("tensors", tensors or {}), ("norms", norms or {})):
+        if not isinstance(given, Mapping):
+            raise AdapterError(f"{what} is {type(given).__name__}; give a dict of torch.Tensor by name")
+        for name, tensor in given.items():
+            is_tensor = isinstance(name, str) and isinstance(tensor, torch.Tensor)
+            if not is_tensor or tensor.is_meta or tensor.layout != torch.strided:
+                kind = f"{tensor.layout} on {tensor.device}" if is_tensor else type(tensor).__name__
+                raise AdapterError(f"{what} holds {name!r}: {kind}; give names with a dense torch.Tensor each")
     if both := sorted((tensors or {}).keys() & (norms or {}).keys()):
         raise AdapterError(f"{both[0]} is a tensor of the adapter and a trained norm; name it once")
     return {**(tensors or {}), **(norms or {})}

@@ -149,7 +149,7 @@ class PolicyServer:
         except (OSError, ValueError, RuntimeError):  # the name is impossible for a file, or is a link to itself
             is_known = False
         if not is_known:
-            raise Refused(404, "no_folder", f"there is no folder {name[:80]!r} among those that may be installed")
+            raise Refused(404, "no_folder", f"there is no folder {name[:80]!r} directly below policy_folders")
         if self._base is not None:
             adapter_folder.check_base(folder, self._base)
         return folder

@@ -19,7 +19,8 @@ def received(tensors: Any, norms: Any, device: torch.device, file: MappedFile) -
     """Yield the adapter, the norms and the adapter's fetch function, valid inside the ``with`` block.
 
     ``tensors`` and ``norms`` are in any form that ``qerl_swap`` (methods.py) takes. ``file`` holds the adapter's file
-    that this worker has mapped. If both are the same, the tensors without the adapter's prefix are the norms. The fetch
+    that this worker has mapped. If both are the same, the tensors that are named
+    as no part of an adapter are the norms. The fetch
     function copies tensors, or rows or columns of them, to a device. The norms' values are always read here.
 
     Raises what ``decoded`` does.
@@ -30,8 +31,9 @@ def received(tensors: Any, norms: Any, device: torch.device, file: MappedFile) -
         apart = MappedFile()  # ``file`` holds one file at a time, and ``fetch`` reads the adapter's
         trained, fetch_norms = (adapter, fetch) if is_one else stack.enter_context(decoded(norms, device, apart))
         if is_one and adapter is not None and trained is not None:
-            trained = {name: tensor for name, tensor in trained.items() if not name.startswith(PREFIX)}
-            adapter = {name: tensor for name, tensor in adapter.items() if name.startswith(PREFIX)}
+            both, adapter, trained = adapter, {}, {}
+            for name, tensor in both.items():
+                (adapter if name.startswith(PREFIX) or ".lora_" in name else trained)[name] = tensor
         if trained and fetch_norms is not None and any(tensor.is_meta for tensor in trained.values()):
             values = fetch_norms(list(trained.values()), device).tensors()
             trained = dict(zip(trained, values, strict=True))

@@ -86,7 +86,7 @@ def test_a_client_says_which_routes_are_missing():
         ) as error:
             client._answer(httpx.Response(404, json=content))
         assert "ot found" in str(error.value).lower() and "None" not in str(error.value)
-    refusal = {"error": "there is no folder 'x' among those that may be installed", "reason": "no_folder"}
+    refusal = {"error": "there is no folder 'x' directly below policy_folders", "reason": "no_folder"}
     with pytest.raises(PolicyRefusedError) as error:
         client._answer(httpx.Response(404, json=refusal))
     assert str(error.value) == f"{refusal['error']} (HTTP 404)"

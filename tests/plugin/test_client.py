@@ -46,6 +46,9 @@ NORM = {"model.norm.weight": torch.ones(64)}
         ((NORM,), None, "an adapter needs its config"),
         ((NORM, {"r": 4}), NORM, "model.norm.weight is a tensor of the adapter and a trained norm"),
         ((NORM, 4), None, "the adapter's config is int"),
+        (([NORM], {"r": 4}), None, "tensors is list; give a dict of torch.Tensor by name"),
+        (({"a": [1.0]}, {"r": 4}), None, "tensors holds 'a': list; give names with a dense torch.Tensor each"),
+        ((NORM, {"r": 4}), {"b": torch.ones(2, device="meta")}, "norms holds 'b': torch.strided on meta; give"),
     ],
 )
 def test_an_adapter_is_refused_before_a_server_is_asked(kind, given, norms, message):

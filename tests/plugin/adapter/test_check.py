@@ -209,6 +209,7 @@ BAD_CONFIGS = {
     "unknown_module": ({"target_modules": ["q_proj", "qproj"]}, "'qproj'"),
     "no_modules": ({"target_modules": None}, "no target_modules"),
     "expression_without_match": ({"target_modules": "q_proj"}, "names no linear layer"),
+    "layers_without_match": ({"layers_to_transform": 99}, r"that .* and layers_to_transform \[99\] leave"),
     "broken_expression": ({"target_modules": "(q_proj"}, "not a regular expression"),
     "broken_exclusion": ({"exclude_modules": "*"}, "not a regular expression"),
     "broken_layers_pattern": ({"layers_to_transform": [0], "layers_pattern": "("}, "not a regular expression"),

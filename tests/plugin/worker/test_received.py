@@ -57,6 +57,12 @@ def test_one_alone_is_what_it_is_whole(sent):
     assert adapter is None and alike(norms, OTHERS) and fetch is None
 
 
+def test_a_part_of_an_adapter_is_no_norm_however_it_is_named():
+    both = {"model.a.lora_A.weight": torch.ones(2, 3), NORM: torch.ones(4)}  # as without PEFT's prefix
+    (adapter, norms), _ = given(both, both)
+    assert [*adapter] == ["model.a.lora_A.weight"] and [*norms] == [NORM]
+
+
 def test_norms_are_split_off_an_adapter(sent):
     both = sent(BOTH)
     (adapter, norms), _ = given(both, both)
