@@ -65,7 +65,8 @@ def page() -> str:
         tables.by_rank(files),
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
-        "*Median seconds of the steps after the first, mostly one. All but stock TRL have our trainer.*\n",
+        "*Median seconds of the steps after the first, mostly one. All but stock TRL have our trainer."
+        " More accumulation (fewer completions at a time) leaves the rollout as fast.*\n",
         tables.steps(files),
         "\n## Swaps\n\nFrom the call until every rank has committed.\n",
         tables.swaps(files),

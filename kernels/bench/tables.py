@@ -235,6 +235,8 @@ def steps(files: Files) -> str:
     for name, result in of_kind(files, "train"):
         limit = f", {result['memory_limit'] / 1e9:.0f} GB limit" if result.get("memory_limit") else ""
         shape = f"{result['groups']} x {result['generations']}, {result['prompt']} + {result['completion']}"
+        if micro := result.get("overrides", {}).get("per_device_train_batch_size"):
+            shape += f", {micro} at a time"
         for arm, found in result["summary"].items():
             seconds, of_arm = found["seconds"], result["arms"][arm]
             recipe, planned = of_arm["recipe"], of_arm.get("planned_bytes")
