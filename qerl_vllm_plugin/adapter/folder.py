@@ -26,6 +26,8 @@ ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_co
 STATE_FILE = "qerl_state.json"  # written by `qerl train`, with the hash of the base that was trained on
 FILES = (ADAPTER_FILE, CONFIG_FILE, NORMS_FILE)
 BLOCKS, BLOCK = 64, 4096  # how many blocks of a file, of how many bytes, ``base_hash`` reads
+# |A| |B| of a linear: an MLP multiplies three of them, and beyond 1e17 a norm's sum of squares is infinite
+STRONGEST = 1e5
 EXPERTS = ".experts"  # vLLM stores the adapters of a layer's experts together, under its own names
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of a module
@@ -210,7 +212,8 @@ def check_tensors(folder: Path, pairs: Mapping[str, Pair], rank: int, sizes: Map
 
     ``pairs`` has A and B of each module, ``sizes`` the inputs and outputs of those whose sizes are known. A smaller
     tensor would be filled up with zeros, and another rank than the config's would change the adapter's strength. NaN
-    would stay in blocks of the KV cache, and spoil the answers of other adapters.
+    that is there, or that too strong an adapter makes, would stay in blocks of the KV cache, and spoil the answers of
+    other adapters.
     """
     for name, (a, b) in pairs.items():
         if EXPERTS in name:
@@ -226,3 +229,8 @@ def check_tensors(folder: Path, pairs: Mapping[str, Pair], rank: int, sizes: Map
             )
         if not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterError(f"{folder}: the adapter of {name} holds NaN or infinite values; use an earlier one")
+        if (strength := float(a.double().norm() * b.double().norm())) > STRONGEST:
+            raise AdapterError(
+                f"{folder}: the adapter of {name} stretches inputs by up to {strength:.2g}; beyond {STRONGEST:g} "
+                "answers may be NaN, and spoil those of other adapters. Was the learning rate too high?"
+            )

@@ -86,6 +86,7 @@ LEFT_OUT = {
     "alpha": (lambda folder: config(folder, alpha_pattern={"q_proj": 80}), "alpha_pattern"),
     "rank": (lambda folder: config(folder, rank_pattern={"q_proj": 2}), "rank_pattern"),
     "nan": (tensors(lambda found, name: found[name].fill_(float("nan"))), r"layers\.0\.mlp\.down_proj holds NaN"),
+    "too strong": (tensors(lambda found, name: found[name].fill_(1e6)), r"stretches inputs by up to .* beyond 100000"),
     "inputs": (tensors(narrow), r"0\.mlp\.down_proj has tensors of shape \(4, \d+\) .* rank 4 need"),
     "one_alone": (tensors(lambda found, name: found.pop(name)), r"0\.mlp\.down_proj lacks one of its two tensors"),
     "ranks": (lambda folder: config(folder, r=2), r"shape \(4, \d+\) .* rank 2 need \(2, \d+\)"),
