@@ -1,4 +1,4 @@
-"""Training side of QeRL: a thin layer over TRL, PEFT, transformers and lighteval."""
+"""Train and judge policies: a thin layer over TRL, PEFT, transformers and lighteval."""
 
 from pathlib import Path
 

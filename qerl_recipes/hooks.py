@@ -42,7 +42,7 @@ NoiseSchedule = Callable[[int, int, float, float, int], float]
 
 
 class Specifications:
-    """The specifications of the hooks. A plugin implements those that it needs."""
+    """Specify the hooks. A plugin implements those that it needs."""
 
     @specification
     def qerl_rewards(self) -> Mapping[str, RewardFactory]:  # type: ignore[empty-body]

@@ -55,7 +55,7 @@ def body(tensors: Tensors, config: Any, norms: Tensors | None = None) -> bytes:
 
 
 class PolicyRefusedError(RuntimeError):
-    """The server refused a call.
+    """Report that the server refused a call.
 
     A refused change leaves what is served unchanged, except for the reasons "lost" and "engine_dead": that engine
     serves nothing any more.
@@ -171,7 +171,7 @@ class _Client(ABC):
 
 
 class AsyncPolicyClient(_Client):
-    """Changes the policy of one server, for asyncio.
+    """Change the policy of one server, for asyncio.
 
     Every method raises PolicyRefusedError if the server refuses, and httpx.HTTPError if no answer comes. After
     httpx.HTTPError a swap may be repeated with the same ``version``: if it had been made, nothing happens.
@@ -280,7 +280,7 @@ def _blocking(
 
 
 class PolicyClient(_Client):
-    """Changes the policy of one server, as AsyncPolicyClient does; each call blocks until it is answered."""
+    """Change the policy of one server, as AsyncPolicyClient does; each call blocks until it is answered."""
 
     swap = _blocking(AsyncPolicyClient.swap)
     swap_folder = _blocking(AsyncPolicyClient.swap_folder)

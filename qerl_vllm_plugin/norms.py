@@ -30,7 +30,7 @@ def _is_ours() -> bool:
 
 
 class _Fp32Weight:
-    """Gives one of vLLM's norms an fp32 weight and one rounding under qerl_nvfp4; it stands first among the bases."""
+    """Give one of vLLM's norms an fp32 weight and one rounding under qerl_nvfp4; it stands first among the bases."""
 
     weight: torch.nn.Parameter
     variance_epsilon: float

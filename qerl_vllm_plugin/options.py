@@ -64,7 +64,7 @@ KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {  # which values a key may
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``--additional-config '{"qerl": {...}}'``.
+    """Hold the options of ``--additional-config '{"qerl": {...}}'``.
 
     ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax).
     It is None if not given.

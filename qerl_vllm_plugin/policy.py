@@ -93,7 +93,7 @@ def _alone(method: Callable[Concatenate["Policy", P], T]) -> Callable[Concatenat
 
 
 class Policy:
-    """The policy of one engine: one adapter, trained norms and noise, all engine-wide.
+    """Control the policy of one engine: one adapter, trained norms and noise, all engine-wide.
 
     Start the engine in one of two ways, and pass ``lora_request=policy.request`` to ``generate``:
 

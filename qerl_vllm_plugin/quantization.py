@@ -28,14 +28,14 @@ CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP
 
 
 class QerlConfig(QuantizationConfig):
-    """The quantization config of qerl_nvfp4.
+    """Configure the quantization qerl_nvfp4.
 
     It reads the NVFP4 checkpoints that weights/formats.py accepts, and quantizes BF16 checkpoints one layer at a time.
     ``ignore`` holds the checkpoint's own names; vLLM's names are translated to those before they are compared.
     """
 
     def __init__(self, scheme: Nvfp4Scheme | None = None) -> None:
-        """``scheme`` is None for a checkpoint that is not quantized."""
+        """Take a ``scheme``, None for a checkpoint that is not quantized."""
         from qerl_vllm_plugin.compat.engine import end_start_on_sigterm
 
         super().__init__()

@@ -1,4 +1,4 @@
-"""``qerl bench scale``: a step's time on 1 to 512 GPUs, and an adapter's way to as many engines, from measured parts.
+"""Compute a step's time on 1 to 512 GPUs, and an adapter's way to as many engines: ``qerl bench scale``.
 
 Nothing is run. Every GPU has a trainer and an engine, as under ``accelerate launch`` or ``torchrun``, and the
 completions of a step are dealt out evenly. A step is, of the slowest engine, the rollout; of the slowest trainer, the

@@ -1,1 +1,1 @@
-"""Measurements on this machine."""
+"""Measure on this machine."""

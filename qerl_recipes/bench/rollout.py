@@ -1,4 +1,4 @@
-"""``qerl bench rollout``: tokens per second of the engine, NVFP4 with an adapter on against stock vLLM in BF16.
+"""Measure a rollout's tokens per second, NVFP4 with an adapter on beside stock vLLM: ``qerl bench rollout``.
 
 Weights are random and of the real shapes, so nothing is downloaded, and every completion has its full length. As in
 training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with

@@ -1,4 +1,4 @@
-"""``qerl bench swap``: how long a change of policy takes, adapter and noise, by each way to an engine.
+"""Measure how long a change of policy takes, adapter and noise, by each way to an engine: ``qerl bench swap``.
 
 Weights and adapter are random and of the real shapes, so nothing is downloaded. The adapter is in fp32, as it is
 trained. Before each change prompts have filled a part of the prefix cache, which the change empties; a server's cache

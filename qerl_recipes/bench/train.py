@@ -1,4 +1,4 @@
-"""``qerl bench train``: a whole GRPO step, rollout to optimizer, in each arm of an experiment.
+"""Time a whole GRPO step, rollout to optimizer, in each arm of an experiment: ``qerl bench train``.
 
 Weights are random and of the real shapes, so nothing is downloaded. Prompts are random characters, every completion has
 its full length, and rewards are random numbers that depend on the completion alone: the work is the same in all arms.

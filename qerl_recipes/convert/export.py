@@ -1,4 +1,4 @@
-"""``qerl export``: write a trained adapter as a self-contained folder, or merge it into its base.
+"""Write a trained adapter as a self-contained folder, or merge it into its base: ``qerl export``.
 
 Without ``merge`` the folder holds what PEFT and stock vLLM read, trained norms, the chat template, a card, and a state
 file that names the base. With ``merge`` it is an ordinary BF16 checkpoint: the merged policy differs from the trained

@@ -31,7 +31,7 @@ Pack = Callable[[torch.Tensor, torch.Tensor], NVFP4Weight]  # (weight, divisor) 
 
 @dataclass(frozen=True)
 class LayerError:
-    """One packed layer: its name, shape (N, K) and relative error |w - packed| / |w| (Frobenius norms)."""
+    """Hold a packed layer's name, shape (N, K) and relative error |w - packed| / |w| (Frobenius norms)."""
 
     name: str
     shape: tuple[int, ...]

@@ -28,7 +28,7 @@ METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The result of ``quantize_checkpoint``; ``layers`` is empty where no errors are known."""
+    """Hold the result of ``quantize_checkpoint``; ``layers`` is empty where no errors are known."""
 
     source: str
     destination: str

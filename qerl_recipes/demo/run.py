@@ -1,4 +1,4 @@
-"""``qerl demo``: run the whole loop on a CPU in minutes: quantize, train with GRPO and noise, evaluate, report.
+"""Run the whole loop on a CPU in minutes, quantize, train with GRPO and noise, evaluate, report: ``qerl demo``.
 
 The model has 0.3 million weights and adds single digits. The demo shows that the parts are wired together, and proves
 nothing about the method. The policy learns to work a sum out step by step, which it already could, instead of guessing.

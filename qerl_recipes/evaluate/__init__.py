@@ -1,1 +1,1 @@
-"""Measures the accuracy of a policy with confidence intervals, and writes the report of a run."""
+"""Measure the accuracy of a policy with confidence intervals, and write the report of a run."""

@@ -1,4 +1,4 @@
-"""Sends the problems of benchmarks to an engine and judges its answers.
+"""Send the problems of benchmarks to an engine, and judge its answers.
 
 Answers are not cached between runs. lighteval caches them by the model's name, and an adapter that is trained again
 keeps its name.

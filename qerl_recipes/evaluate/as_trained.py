@@ -1,4 +1,4 @@
-"""Relates an evaluation to the training run that it judges: takes over its settings, and names what differs."""
+"""Relate an evaluation to the training run that it judges: take over its settings, and name what differs."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Computes what ``evaluation.json`` says of one policy on one task: accuracy, interval, share that ended, judgements.
+"""Compute what ``evaluation.json`` says of one policy on one task: accuracy, interval, share that ended, judgements.
 
 An answer ends by itself at an end-of-sequence token or a stop string; others are cut at the length limit. Accuracy
 judges a cut answer by the text so far, so a policy that never ends may still look good.

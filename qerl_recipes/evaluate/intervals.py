@@ -1,4 +1,4 @@
-"""Computes confidence intervals: QeRL prints one with every accuracy."""
+"""Compute confidence intervals: QeRL prints one with every accuracy."""
 
 from collections.abc import Sequence
 from math import comb, sqrt

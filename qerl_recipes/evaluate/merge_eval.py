@@ -1,4 +1,4 @@
-"""Implements ``qerl export --merge --evaluate TASK``: measures how much of an adapter's gain survives the merge.
+"""Measure how much of an adapter's gain survives the merge: ``qerl export --merge --evaluate TASK``.
 
 Four policies answer the same problems, prompted as in training. Two are the base, and the base with its adapter, in the
 weight format of the training. The others are the merged checkpoint in BF16, and the same quantized again to NVFP4 with

@@ -1,4 +1,4 @@
-"""Draws the plots of a report, each as SVG text that goes straight into a page.
+"""Draw the plots of a report, each as SVG text that goes straight into a page.
 
 Figures are made without pyplot, so that drawing one changes no setting of the process. The same numbers give the same
 bytes: the ids in an SVG are derived from its title, and no date is written.
@@ -48,7 +48,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One bar: accuracy on ``n`` problems, its 95 % interval and the share ``ended``, of 1."""
+    """Hold a bar: accuracy on ``n`` problems, its 95 % interval and the share ``ended``, of 1."""
 
     task: str
     label: str

@@ -1,4 +1,4 @@
-"""Writes ``report.html`` for a run: one page with all plots inside it, which needs no network and no JavaScript.
+"""Write ``report.html`` for a run: one page with all plots inside it, which needs no network and no JavaScript.
 
 The page shows what the folder holds and says what is missing. So a run that is still training, or that was never
 evaluated, has a report too. ``report.html`` beside this module is its template.

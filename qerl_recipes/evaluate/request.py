@@ -1,4 +1,4 @@
-"""Defines the options of ``qerl evaluate`` once: for the command, its child processes and the evaluations of a study.
+"""Define the options of ``qerl evaluate`` once: for the command, its child processes and the evaluations of a study.
 
 recipes/evaluation.md lists the tasks. This module imports neither torch nor vLLM nor lighteval: ``qerl --help`` needs
 its options.
@@ -246,7 +246,7 @@ def has_episodes(task: str) -> bool:
 
 
 class _AsWritten(str):
-    """The text of a JSON number with a point or an exponent, exactly as written."""
+    """Keep the text of a JSON number with a point or an exponent, exactly as written."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

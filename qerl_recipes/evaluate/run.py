@@ -1,4 +1,4 @@
-"""Implements ``qerl evaluate``: measures the accuracy of a base and of its trained adapter on one engine.
+"""Measure the accuracy of a base and of its trained adapter on one engine: ``qerl evaluate``.
 
 Base and adapter answer the same problems with the same seeds, and without noise unless asked for. lighteval supplies
 the problems and judges the answers. Every accuracy comes with a 95 % interval and the share of answers that ended by
@@ -53,7 +53,7 @@ RESULT, ANSWERS = "evaluation.json", "answers.jsonl"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings of an engine, which equal ones can share; ``rank`` is that of the adapter, None without one."""
+    """Hold the settings of an engine, which equal ones can share; ``rank`` is the adapter's, None without one."""
 
     folder: Path
     quantization: str
@@ -67,7 +67,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Settled:
-    """An evaluation whose open choices are resolved; ``evaluate`` says what the two lists are."""
+    """Hold an evaluation whose open choices are resolved; ``evaluate`` says what the two lists are."""
 
     evaluation: Evaluation
     saved: AdapterFolder | None

@@ -1,4 +1,4 @@
-"""Loads the benchmarks of ``qerl evaluate`` with lighteval's problems and metrics; ``request`` lists their names.
+"""Load the benchmarks of ``qerl evaluate`` with lighteval's problems and metrics; ``request`` lists their names.
 
 This module alone imports lighteval. Importing lighteval 0.13 turns torch's gradients off for the whole process, so
 training in the same process would fail. The imports here restore the previous mode.
@@ -54,7 +54,7 @@ Vote = Callable[[str], Hashable]  # the result that a text votes for, or None if
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task whose problems are drawn once, for all models; their ``generation_size`` is the limit of an answer."""
+    """Hold a task whose problems are drawn once, for all models; ``generation_size`` is the limit of an answer."""
 
     name: str
     problems: list[Doc]

@@ -1,1 +1,1 @@
-"""Plans the GPU memory of a run before anything loads."""
+"""Plan the GPU memory of a run before anything loads."""

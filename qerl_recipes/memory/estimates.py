@@ -27,7 +27,7 @@ WORKING_COPIES = 2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sizes of one micro-batch of the trainer.
+    """Hold the sizes of one micro-batch of the trainer.
 
     ``tokens`` are computed, at most ``at_once`` of them together, and ``scored`` of those go through the head. ``rows``
     sequences are padded to ``length`` tokens; 0 means packed. ``attended`` is the number of tokens that the attention
@@ -127,7 +127,7 @@ def _in_experts(layer: ExpertsSize, batch: MicroBatch, expands: bool, itemsize: 
 
 @dataclass(frozen=True)
 class Engine:
-    """The bytes of a rollout engine on one GPU; ``rank`` is the trained adapter's, ``itemsize`` of its numbers."""
+    """Hold the bytes of a rollout engine on one GPU; ``rank`` is the adapter's, ``itemsize`` of its numbers."""
 
     size: ModelSize
     training: GRPOConfig

@@ -42,7 +42,7 @@ SLACK, MOST_SLACK = 0.4, 1_500_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes that a part holds in each phase, how they come about, and ``knobs`` that lower them, best first."""
+    """Hold a part's bytes in each phase, how they come about, and ``knobs`` that lower them, best first."""
 
     name: str
     rollout: int
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory plan of a run on a GPU.
+    """Hold the memory plan of a run on a GPU.
 
     ``problem`` says what stops the engine from starting, or is "". ``checkpointed`` of ``blocks`` blocks recompute
     their activations. ``is_chosen`` says that the plan has chosen ``pack_tokens``. ``engine`` is the bytes of the
@@ -211,7 +211,7 @@ def _blocks_to_try(training: GRPOConfig, size: ModelSize) -> Sequence[int]:
 
 
 class _Run:
-    """The settings of a recipe on a GPU, with the sizes that follow from both."""
+    """Hold the settings of a recipe on a GPU, with the sizes that follow from both."""
 
     def __init__(
         self, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, size: ModelSize, gpu: Gpu

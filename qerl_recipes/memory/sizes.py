@@ -31,7 +31,7 @@ MOMENT_BYTES = {"8bit": 1.0, "4bit": 0.5}
 
 @dataclass(frozen=True)
 class LinearSize:
-    """One linear layer of a block, whose weight has ``N`` rows and ``K`` columns."""
+    """Describe one linear layer of a block, whose weight has ``N`` rows and ``K`` columns."""
 
     name: str
     N: int
@@ -42,7 +42,7 @@ class LinearSize:
 
 @dataclass(frozen=True)
 class ExpertsSize:
-    """The gated experts of one layer: ``count`` of them, of width ``inner``; each token goes through ``used``."""
+    """Describe the gated experts of one layer: ``count`` of them, of width ``inner``; a token goes through ``used``."""
 
     count: int
     hidden: int
@@ -57,7 +57,7 @@ class ExpertsSize:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a causal language model.
+    """Hold the sizes of a causal language model.
 
     ``norms`` maps the name of each norm's weight to its number of elements. ``buffers`` is the bytes of the trainer's
     buffers. ``fused`` holds the linears grouped as vLLM fuses them. ``experts`` has one entry for each layer with

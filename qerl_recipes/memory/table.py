@@ -132,7 +132,7 @@ def verdict(plan: Plan) -> str:
 
 
 class OutOfMemory(MemoryError):
-    """Raised if the GPU's memory runs out; the message says in which phase, what was planned, and what to do."""
+    """Report that the GPU's memory ran out: in which phase, what was planned, and what to do."""
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""Arms x seeds of one recipe, resumable, with paired statistics."""
+"""Run the arms and seeds of one recipe, resumable, with paired statistics."""

@@ -185,7 +185,7 @@ def visible_gpus() -> list[str]:
 
 @contextlib.contextmanager
 def _ends_in_order(machine: Machine, minutes: float | None) -> Iterator[None]:
-    """SIGTERM, Ctrl-C and the end of ``minutes`` tell the runs to end, and this process waits for them."""
+    """Let SIGTERM, Ctrl-C and the end of ``minutes`` tell the runs to end, and wait for them."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda *_: machine.stop()) for number in numbers]
     timer = threading.Timer(60 * (minutes or 0.0), machine.stop)

@@ -11,7 +11,7 @@ from qerl_vllm_plugin.weights import overflow
 
 
 class Diverged(ValueError):
-    """Raised when training has come to NaN or infinity; nothing of that has been saved."""
+    """Report that training has come to NaN or infinity; nothing of that has been saved."""
 
 
 def check_step(step: int, loss: float, grad_norm: float, args: GRPOConfig, *, is_half: bool) -> None:

@@ -1,4 +1,4 @@
-"""``qerl doctor --logprobs RUN``: measure how engine and trainer differ on the same tokens, and which part causes it.
+"""Measure how engine and trainer differ on the same tokens, and which part causes it: ``qerl doctor --logprobs RUN``.
 
 The engine samples as the run does. Then engine and trainer compute the log-probabilities of these tokens again, with
 parts switched on one by one. Each token has a delta: log p of the trainer minus log p of the engine. The stages are
@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the table: ``stage`` measures delta with this part on, ``added`` what the part adds to delta.
+    """Hold a row of the table: ``stage`` measures delta with this part on, ``added`` what the part adds to delta.
 
     ``ratio`` is the part's effect on the engine's log-probabilities over its effect on the trainer's, and
     ``ratio_error`` its standard error, large where the part does little. Both are None for parts other than adapter and
@@ -86,7 +86,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The result for ``tokens``, with noise of ``sigma`` (0: none); ``cut`` names keys that narrowed the sampling."""
+    """Hold the result for ``tokens``, with noise of ``sigma`` (0: none); ``cut`` names keys that narrow sampling."""
 
     parts: tuple[Part, ...]
     tokens: int
@@ -183,7 +183,7 @@ def _first_turns(trainer: "QerlGRPOTrainer", rows: list[dict[str, Any]], interac
 
 
 class _Sides:
-    """Engine and trainer on the same tokens; every result is (tokens,) fp32, in the same order."""
+    """Run engine and trainer on the same tokens; every result is (tokens,) fp32, in the same order."""
 
     def __init__(self, trainer: "QerlGRPOTrainer", saved: AdapterFolder, prompts: list[list[int]]) -> None:
         from qerl_recipes.model import norms

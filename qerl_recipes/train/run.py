@@ -1,4 +1,4 @@
-"""``qerl train``: read a recipe, check it, train and save the adapter."""
+"""Read a recipe, check it, train and save the adapter: ``qerl train``."""
 
 import contextlib
 import gc

@@ -14,7 +14,7 @@ DTYPE = torch.bfloat16  # of activations, embedding and head; the adapter has mo
 
 
 class SentLinear(FrozenNVFP4Linear):
-    """A FrozenNVFP4Linear with block scales as uint8: verl broadcasts buffers, and gloo has no float8."""
+    """Compute a FrozenNVFP4Linear with block scales as uint8: verl broadcasts buffers, and gloo has no float8."""
 
     def __init__(self, frozen: FrozenNVFP4Linear) -> None:
         parts = (frozen.weight_packed, frozen.weight_scale, frozen.weight_global_scale)

@@ -61,12 +61,12 @@ _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterError(ValueError):
-    """Raised for an adapter that cannot be installed; nothing has been changed."""
+    """Report an adapter that cannot be installed; nothing has been changed."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The place in the engine for the adapter of one linear of the checkpoint: part ``part`` of ``module``."""
+    """Name the place in the engine for the adapter of one linear of the checkpoint: part ``part`` of ``module``."""
 
     module: str
     part: int
@@ -76,7 +76,7 @@ class Target:
 
 @dataclass(frozen=True)
 class CheckedAdapter:
-    """An adapter that fits the model.
+    """Hold an adapter that fits the model.
 
     ``pairs`` maps checkpoint module names to (A: (r, in), B: (out, r)), which are the caller's tensors. Where their
     memory belongs to another process, ``fetch`` reads them or parts of them.
@@ -89,7 +89,7 @@ class CheckedAdapter:
 
 
 class Checker:
-    """Runs ``check`` for one engine and remembers the last adapter that passed.
+    """Run ``check`` for one engine, and remember the last adapter that passed.
 
     An adapter with the same config, names, shapes and dtypes is not checked name by name again. A policy in training
     sends the same hundreds of names each time.
@@ -271,7 +271,7 @@ def _checked(name: str, pair: dict[str, torch.Tensor], target: Target, rank: int
 
 
 class Converted(dict[str, tuple[torch.Tensor, torch.Tensor]]):
-    """Pairs (A, B) by the names of their linears, with their ``strength``.
+    """Hold pairs (A, B) by the names of their linears, with their ``strength``.
 
     No linear's B A stretches an input by more than ``strength``. Above STRENGTH it is the largest |A| |B| of a linear,
     in Frobenius norms; up to STRENGTH it may be only an upper bound of that.

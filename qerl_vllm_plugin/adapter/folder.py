@@ -36,7 +36,7 @@ Size = tuple[int, int]  # inputs and outputs of a module
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter as read from its folder.
+    """Hold an adapter as read from its folder.
 
     ``config`` is the content of ``adapter_config.json``. ``norms`` is None where none were trained.
     """

@@ -27,7 +27,7 @@ class Staged:
 
 
 class LoraSlots:
-    """A carrier that keeps the adapter in one slot of vLLM's LoRA buffers."""
+    """Keep the adapter in one slot of vLLM's LoRA buffers."""
 
     def __init__(self, manager: Any) -> None:
         """Take the LoRA manager of a worker's model runner."""

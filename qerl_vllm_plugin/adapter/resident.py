@@ -30,7 +30,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
 
 @dataclass(frozen=True)
 class _Share:
-    """The share that this tensor-parallel rank keeps of one part, or of one piece of a part.
+    """Describe the share that this tensor-parallel rank keeps of one part, or of one piece of a part.
 
     ``rows`` of the buffer hold B's rows from ``first_row`` on. A is kept from column ``first_column`` on.
     """
@@ -42,7 +42,7 @@ class _Share:
 
 @dataclass(frozen=True)
 class Room:
-    """The buffers' views that an adapter of one LoRA rank and one set of linears is copied into.
+    """Hold the buffers' views that an adapter of one LoRA rank and one set of linears is copied into.
 
     Each place in ``places`` has an A and a B in ``targets``: A, B, A, B and so on. ``zeros`` are the views to set to
     zero.
@@ -55,7 +55,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Copies:
-    """A staged change: ``sources`` are copied into ``room``. ``strength`` is that of ``Converted``."""
+    """Hold a staged change: ``sources`` are copied into ``room``. ``strength`` is that of ``Converted``."""
 
     room: Room
     sources: list[torch.Tensor]
@@ -64,7 +64,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class _Place:
-    """The views of the buffers that hold the linear ``name``, ``a: (R, K)`` and ``b: (rows, R)``.
+    """Hold the views of the buffers with the linear ``name``, ``a: (R, K)`` and ``b: (rows, R)``.
 
     ``share`` says which share of the linear's A and B they hold. ``is_whole`` is true if that is all of both.
     A linear whose rows come to this rank in pieces has a place for each, with its own ``key`` and the same A.
@@ -117,7 +117,7 @@ def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 class ResidentAdapter:
-    """A carrier that keeps the adapter in the buffers of all layers of one model."""
+    """Keep the adapter in the buffers of all layers of one model."""
 
     def __init__(self, layers: list[Any]) -> None:
         """Take the layers with buffers, at least one."""

@@ -9,14 +9,14 @@ from qerl_vllm_plugin.wire import spans
 
 
 class KVCacheMemory:
-    """The GPU memory under a worker's KV cache. Its addresses stay reserved while the memory itself is given back.
+    """Hold the GPU memory under a worker's KV cache. Its addresses stay reserved while the memory is given back.
 
     vLLM's sleep mode allocates the KV cache from a pool of its own, which knows the handle of each allocation. Sleeping
     itself is not used: it takes everything away, weights included.
     """
 
     def __init__(self, worker: Any) -> None:
-        """Raises ValueError if the GPU is not NVIDIA's, or the engine has no such pool."""
+        """Raise ValueError if the GPU is not NVIDIA's, or the engine has no such pool."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_cuda():

@@ -30,14 +30,14 @@ ACTIVATION_SCALES = {"input_scale", "input_global_scale", "q_scale", "prob_scale
 
 
 class _Frozen:
-    """Replaces vLLM's record for reloading a model; every access to an attribute raises RuntimeError."""
+    """Replace vLLM's record for reloading a model; every access to an attribute raises RuntimeError."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(FROZEN)
 
 
 class _FrozenDummy(_Frozen):
-    """A ``_Frozen`` that tells vLLM's loader of random weights not to quantize them itself; a reload asks for more."""
+    """Tell vLLM's loader of random weights not to quantize them itself, as a ``_Frozen``; a reload asks for more."""
 
     def can_load(self) -> bool:
         return False

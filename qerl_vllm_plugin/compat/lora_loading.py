@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Checks(Protocol):
-    """The checks of an adapter, which adapter/folder.py has: of its folder before vLLM reads it, then of what it reads.
+    """Call the checks of adapter/folder.py: of an adapter's folder before vLLM reads it, then of what it reads.
 
     ``base`` is the checkpoint's folder. ``slots`` are the modules with a slot, ``sizes`` their inputs and outputs.
     """

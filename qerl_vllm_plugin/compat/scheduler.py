@@ -34,7 +34,7 @@ NAME = "qerl_vllm_plugin.scheduler.scheduler"  # the value for vLLM's option ``s
 
 
 class _Quicker:
-    """Adds the two quick steps to a scheduler of vLLM's; it comes first among the base classes."""
+    """Add the two quick steps to a scheduler of vLLM's; it comes first among the base classes."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -70,7 +70,7 @@ def quick_where_there_is_room(manager: Any) -> Any:
 
 
 class BlockRoom:
-    """Wraps a KVCacheManager, and answers two of its methods quickly when they have nothing to do."""
+    """Wrap a KVCacheManager, and answer two of its methods quickly when they have nothing to do."""
 
     def __init__(self, manager: Any, kind: FullAttentionManager) -> None:
         self._manager, self._kind, self._none = manager, kind, manager.empty_kv_cache_blocks

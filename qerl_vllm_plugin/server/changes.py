@@ -27,7 +27,7 @@ MODES = ("keep", "wait", "abort")  # what happens to running requests
 
 
 class PolicyServer:
-    """The policy of one API server; ``open`` must be called before the first request."""
+    """Hold the policy of one API server; call ``open`` before the first request."""
 
     def __init__(self) -> None:
         self.changes: ChangeLog

@@ -24,7 +24,7 @@ LOST_TO_OTHERS = "the engine was given up, or holds half of a policy: another AP
 
 
 class Engine:
-    """The engine of one API server process, called through vLLM's engine client.
+    """Call the engine of one API server process through vLLM's engine client.
 
     An answer may take ``patience`` seconds, except for a pause that waits for requests. ``changes`` is the log that all
     processes of this engine share, None until the engine is opened. ``lost`` says why the engine was given up.

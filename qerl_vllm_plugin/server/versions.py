@@ -21,14 +21,14 @@ HEADER = "X-QeRL-Policy-Version"
 
 
 class Sequence:
-    """A sequence that the engine computes for an HTTP request; ``stamps`` are vLLM's token times, None without any."""
+    """Follow a sequence that the engine computes for an HTTP request; ``stamps`` are vLLM's token times, or None."""
 
     def __init__(self, stamps: Any, is_running: Callable[[], bool]) -> None:
         self._stamps, self.is_running, self._arrival = stamps, is_running, time.monotonic()
 
     @property
     def has_begun(self) -> bool:
-        """True if the sequence has a token, or if that is not known."""
+        """Return True if the sequence has a token, or if that is not known."""
         return self._stamps is None or bool(self._stamps.first_token_ts)
 
     @property
@@ -51,7 +51,7 @@ def tell_versions(engine: Any) -> None:
 
 
 class StampVersions:
-    """ASGI middleware that adds the header to every answer that holds tokens, and a last comment line to streams.
+    """Add the header to every answer that holds tokens, and a last comment line to streams (ASGI middleware).
 
     A stream's header comes with its first tokens; its comment line covers all of them.
     """

@@ -16,7 +16,7 @@ from qerl_vllm_plugin.verl import ROLLOUT, server_name
 
 @dataclass(frozen=True)
 class Noise:
-    """The keys under ``rollout.custom.qerl``.
+    """Hold the keys under ``rollout.custom.qerl``.
 
     ``sigma_start``, ``sigma_end`` and ``num_stages`` are those of a recipe; the first stage has no noise. ``targets``
     are a recipe's ``noise_targets``. ``seed`` is its ``noise_seed``, but does not follow the run's seed where unset.

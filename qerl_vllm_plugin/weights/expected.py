@@ -47,7 +47,7 @@ _CACHE_SUFFIXES = {*KV_SCALES, "q_scale", "kv_scale"}
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor of the BF16 model, ``linear`` if it may be packed, ``optional`` if it may be missing."""
+    """Describe a tensor of the BF16 model, ``linear`` if it may be packed, ``optional`` if it may be missing."""
 
     shape: tuple[int, ...]
     linear: bool = False

@@ -57,7 +57,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A format's names for the tensors of a packed layer, their shapes and their decoding.
+    """Hold a format's names for the tensors of a packed layer, their shapes and their decoding.
 
     ``codes: (N, K/2)`` U8 hold the even column in the low nibble, ``block_scales: (N, K/16)`` are F8_E4M3.
     ``tensor_scale`` is F32 in one of ``scale_shapes``. ``input_scale`` belongs to quantized activations.
@@ -111,7 +111,7 @@ class Format(ABC):
 
 
 class CompressedTensors(Format):
-    """compressed-tensors, whose keys are those of 0.17 to 0.19. Its tensor scale divides."""
+    """Read compressed-tensors, whose keys are those of 0.17 to 0.19. Its tensor scale divides."""
 
     def divisor(self, module: str, scale: torch.Tensor) -> torch.Tensor:
         """Return ``scale`` itself; ``check_tensors`` checks it with the other tensors of its layer."""
@@ -149,7 +149,7 @@ class CompressedTensors(Format):
 
 
 class ModelOpt(Format):
-    """nvidia-modelopt's exports of 0.29 to 0.47. Its tensor scale multiplies.
+    """Read nvidia-modelopt's exports of 0.29 to 0.47. Their tensor scale multiplies.
 
     The quantization stands in config.json's ``quantization_config`` or in OWN_FILE, partly under different keys:
 
@@ -210,7 +210,7 @@ MODELOPT = ModelOpt("weight", "weight_scale", "weight_scale_2", "input_scale", S
 
 @dataclass(frozen=True)
 class Nvfp4Scheme:
-    """An accepted scheme: the linear layers that match ``targets`` and not ``ignore`` are packed.
+    """Hold an accepted scheme: the linear layers that match ``targets`` and not ``ignore`` are packed.
 
     A pattern is a module name, or ``re:`` and a regular expression matched from the start of the name. A target may
     also be the class name ``Linear``, which means every linear layer but the embedding and the output head.

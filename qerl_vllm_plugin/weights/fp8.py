@@ -13,7 +13,7 @@ from qerl_vllm_plugin.weights.linear import Loader, loads_dummy_weights, registe
 
 @register_weight_loader_v2_supported_method
 class Fp8LinearMethod(UnquantizedLinearMethod):
-    """The linear method of one FP8 layer, which is expanded when it has been loaded.
+    """Compute one FP8 layer, which is expanded when it has been loaded.
 
     Its scales are one for each row, for each part or for the whole layer. The weight is rounded to BF16 and then cast
     to the engine's dtype.

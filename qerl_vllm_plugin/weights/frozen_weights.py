@@ -26,12 +26,12 @@ from qerl_vllm_plugin.weights.linear import QerlLinearMethod
 
 
 class NotShareableError(ValueError):
-    """Raised where a trainer can read none of an engine's weights."""
+    """Report that a trainer can read none of an engine's weights."""
 
 
 @dataclass(frozen=True)
 class FrozenWeight:
-    """The packed weight of one linear of the checkpoint, (N, K), and its ``bias: (N,)`` in the activations' dtype."""
+    """Hold a packed weight of the checkpoint, (N, K), and its ``bias: (N,)`` in the activations' dtype."""
 
     weight: NVFP4Weight | TiledWeight | MarlinWeight
     bias: torch.Tensor | None
@@ -46,7 +46,7 @@ class FrozenWeight:
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """The weights that an engine lends.
+    """Hold the weights that an engine lends.
 
     ``linears`` are the quantized linears by module name. ``dense`` are the tensors of embedding, head and unquantized
     linears by parameter name. ``apart`` maps the modules that cannot be lent to the reason.

@@ -33,7 +33,7 @@ class Layout(Protocol):
 
 
 class Canonical:
-    """The checkpoint's own layout, multiplied after exact dequantization: on a CPU, and the exact fallback on CUDA."""
+    """Multiply from the checkpoint's own layout after exact dequantization: on a CPU, and as fallback on CUDA."""
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
         layer.register_buffer("weight_row_scale", _row_scale(layer), persistent=False)
@@ -45,10 +45,10 @@ class Canonical:
 
 
 class Tiled:
-    """The layout of our own Hopper kernel, exact for every scale: tiles in the order of the GPU's matrix unit."""
+    """Multiply by our own Hopper kernel, exact for every scale, from tiles in the order of the GPU's matrix unit."""
 
     def __init__(self, fixed_order: bool = False) -> None:
-        """With ``fixed_order``, sums have one order in every batch, and no other kernel takes over."""
+        """Take ``fixed_order``: with it sums have one order in every batch, and no other kernel takes over."""
         self.fixed_order = fixed_order
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
@@ -92,7 +92,7 @@ def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
 
 
 class Marlin:
-    """The layout of vLLM's Marlin FP4 kernel.
+    """Multiply by vLLM's Marlin FP4 kernel, from its layout.
 
     Marlin cannot store block scales below 2^-6 times a power of two. A layer that would lose one keeps the canonical
     layout. Parts with different tensor scales take one Marlin call each.

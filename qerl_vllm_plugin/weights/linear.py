@@ -27,7 +27,7 @@ Loader = Callable[..., None]
 
 @register_weight_loader_v2_supported_method
 class QerlLinearMethod(LinearMethodBase):
-    """The linear method of one NVFP4 layer of a packed checkpoint, in any format."""
+    """Compute one NVFP4 layer of a packed checkpoint, in any format."""
 
     layout: layouts.Layout
 
@@ -40,7 +40,7 @@ class QerlLinearMethod(LinearMethodBase):
         format: Format = COMPRESSED,
         drops_inputs: bool = False,
     ) -> None:
-        """``parts`` are the checkpoint's names of the linears that a fused layer joins, by default ``prefix`` alone.
+        """Take the checkpoint's names of the linears that a fused layer joins: ``parts``, by default ``prefix`` alone.
 
         An ``adapter_rank`` of 0 means no resident adapter. With ``drops_inputs``, the checkpoint has activation scales,
         which are loaded and dropped, because activations stay in 16 bits.
@@ -120,13 +120,13 @@ class QerlLinearMethod(LinearMethodBase):
             layer.register_parameter(name, Parameter(data, requires_grad=False))
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x: (..., K)`` -> ``(..., N)``."""
+        """Multiply ``x: (..., K)`` -> ``(..., N)``."""
         return self.layout.apply(layer, x, bias)
 
 
 @register_weight_loader_v2_supported_method
 class QerlOnlineLinearMethod(QerlLinearMethod):
-    """The linear method of one layer of a BF16 checkpoint, quantized as soon as its last part has arrived.
+    """Compute one layer of a BF16 checkpoint, quantized as soon as its last part has arrived.
 
     A layer is held in BF16 only while its parts arrive. One tensor scale covers all parts of a fused layer and all
     tensor-parallel ranks, so the weights equal those that `qerl quantize` writes.
@@ -188,7 +188,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
 
 
 class AdaptedLinearMethod(UnquantizedLinearMethod):
-    """The linear method of a layer that stays unquantized and still carries the policy's resident adapter."""
+    """Compute a layer that stays unquantized and still carries the policy's resident adapter."""
 
     def __init__(self, prefix: str, parts: list[str], adapter_rank: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class AdaptedLinearMethod(UnquantizedLinearMethod):
         resident.create(layer, *place, layer.weight.dtype)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x: (..., K)`` -> ``(..., N)``."""
+        """Multiply ``x: (..., K)`` -> ``(..., N)``."""
         return resident.add(layer, x, super().apply(layer, x, bias))
 
 

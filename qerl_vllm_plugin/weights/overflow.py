@@ -31,7 +31,7 @@ SMALLER = 2.0**-10  # factor on a linear's input when an output that overflows i
 
 
 class ActivationOverflow(ValueError):
-    """Raised for an activation that is too large for the dtype that a model computes in."""
+    """Report an activation that is too large for the dtype that a model computes in."""
 
 
 class Calls(list[tuple[str, torch.Tensor, torch.Tensor]]):

@@ -72,7 +72,7 @@ def naming(path: str) -> bytes:
 
 
 class Refused(Exception):
-    """A request is refused: HTTP ``status``, the ``reason`` under which it is counted, and a text for the caller."""
+    """Refuse a request with an HTTP ``status``, the ``reason`` under which it is counted, and a text for the caller."""
 
     def __init__(self, status: int, reason: str, text: str) -> None:
         super().__init__(text)
@@ -86,7 +86,7 @@ def no_room(text: str) -> Refused:
 
 @dataclass(frozen=True)
 class Upload:
-    """An adapter for the workers: a safetensors file, or tensors on a GPU.
+    """Hold an adapter for the workers: a safetensors file, or tensors on a GPU.
 
     For a file, ``path`` is its path, and ``digest`` and ``size`` (bytes) are the file's. For tensors on a GPU, ``path``
     is their description, and ``digest`` is that of the caller's checksum and the config. ``config`` is the adapter's

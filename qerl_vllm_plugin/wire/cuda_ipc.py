@@ -23,7 +23,7 @@ _LAZY_PEER_ACCESS, _PORTABLE, _OUT_OF_MEMORY = 1, 1, 2
 
 
 class CudaIPCError(RuntimeError):
-    """GPU memory cannot be shared, mapped or copied; the message says why."""
+    """Report that GPU memory cannot be shared, mapped or copied; the message says why."""
 
 
 class Copy(NamedTuple):
@@ -134,13 +134,13 @@ def finish(device: torch.device) -> None:
 
 
 class _Handle(ctypes.Structure):
-    """The driver's CUipcMemHandle."""
+    """Hold the driver's CUipcMemHandle."""
 
     _fields_ = (("content", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 class _Memory:
-    """GPU memory at an address, in the form that torch wraps as a tensor without owning it."""
+    """Give GPU memory at an address the form that torch wraps as a tensor without owning it."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

@@ -29,7 +29,7 @@ MEDIA_TYPE = "application/vnd.qerl.gpu-tensors+json"  # content type of a reques
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors by name on the meta device, in the order of memory, and their total ``size`` in bytes."""
+    """Hold tensors by name on the meta device, in the order of memory, and their total ``size`` in bytes."""
 
     tensors: dict[str, torch.Tensor]
     size: int
@@ -37,7 +37,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Description:
-    """A parsed description: the GPU's UUID, the IPC handle, and the layout of the memory."""
+    """Hold a parsed description: the GPU's UUID, the IPC handle, and the layout of the memory."""
 
     gpu: str
     handle: bytes
@@ -45,7 +45,7 @@ class Description:
 
 
 class GpuTensors:
-    """``tensors`` by name, on the meta device; their memory is another process's, mapped at ``address``."""
+    """Hold ``tensors`` by name, on the meta device; their memory is another process's, mapped at ``address``."""
 
     def __init__(self, layout: Layout, address: int) -> None:
         self.tensors, self._size, self._address = layout.tensors, layout.size, address

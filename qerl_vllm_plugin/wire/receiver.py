@@ -31,7 +31,7 @@ Identity = tuple[int, int, int]  # device, inode, size: no other file has them w
 
 @dataclass
 class _Mapped:
-    """A mapped file. ``memory`` is all of it, as uint8, and ``tensors`` are views of it at the places in ``header``.
+    """Hold a mapped file: ``memory`` is all of it, as uint8, ``tensors`` are views of it at the places in ``header``.
 
     ``header`` is empty if some of the tensors are copies. ``is_tried``: registration with the driver has been
     attempted.
@@ -53,7 +53,7 @@ class _Mapped:
 
 
 class MappedFile:
-    """Holds the file that was opened last, until another one is opened."""
+    """Hold the file that was opened last, until another one is opened."""
 
     def __init__(self) -> None:
         self._mapped: _Mapped | None = None

@@ -36,12 +36,12 @@ DOWNLOAD_AGAIN = "download or quantize the checkpoint again"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message names the thing, the limit and the way out."""
+    """Report that a checkpoint cannot be used; the message names the thing, the limit and the way out."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor of a file: its ``nbytes`` bytes begin ``offset`` bytes after the start of the file."""
+    """Describe one tensor of a file: its ``nbytes`` bytes begin ``offset`` bytes after the start of the file."""
 
     name: str
     file: Path

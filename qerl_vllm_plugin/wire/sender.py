@@ -22,14 +22,14 @@ ELSEWHERE = "on other machines, or Ray's"
 
 
 class UnreachableError(Exception):
-    """The receiver cannot read tensors that were sent in one way; they may go in another."""
+    """Report that the receiver cannot read tensors that were sent in one way; they may go in another."""
 
 
 FAILURES = (CudaIPCError, NoRoomError, UnreachableError)  # of one way alone
 
 
 class Ways:
-    """Decides by which ways tensors may go to one receiver, and remembers which ways it cannot read.
+    """Decide by which ways tensors may go to one receiver, and remember which ways it cannot read.
 
     ``transport`` is one of ``known``: "auto", or the only way that is allowed. ``refuse`` makes the error for tensors
     that this way cannot carry, and ``warn`` gets one text for each way that is passed by at a loss of speed.
@@ -42,7 +42,7 @@ class Ways:
         refuse: Callable[[str], Exception],
         warn: Callable[[str], None],
     ) -> None:
-        """Raises ValueError for an unknown transport."""
+        """Raise ValueError for an unknown transport."""
         if transport not in known:
             raise ValueError(f"transport is {transport!r}; it is one of {', '.join(known)}")
         self.transport, self._refuse, self._warn = transport, refuse, warn
@@ -86,7 +86,7 @@ class Ways:
 
 
 class Sender:
-    """Sends tensors from this process to an engine's workers.
+    """Send tensors from this process to an engine's workers.
 
     ``is_here``: the worker runs in this process, and gets the tensors themselves. ``is_near``: all workers can open a
     file of this machine. ``refusal``: the error for tensors that no allowed way can carry; ``send`` raises it, too,
@@ -96,7 +96,7 @@ class Sender:
     def __init__(
         self, transport: str, *, is_here: bool, is_near: bool, refusal: type[Exception], warn: Callable[[str], None]
     ) -> None:
-        """Raises ValueError for an unknown transport, and for one that this engine cannot use."""
+        """Raise ValueError for an unknown transport, and for one that this engine cannot use."""
         self.is_here, self._segments = is_here, Segments(refusal)
         self.ways = Ways(transport, ("auto", IPC, SHARED), refusal, warn)
         if transport != "auto" and (is_here or not is_near):

@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class NoRoomError(OSError):
-    """Shared memory has no room left."""
+    """Report that shared memory has no room left."""
 
 
 class Segment:
-    """A file in shared memory, which workers open at ``path``; ``content: (size,)`` is its memory here, as uint8."""
+    """Hold a file in shared memory, which workers open at ``path``; ``content: (size,)`` is its memory here, uint8."""
 
     def __init__(self, size: int) -> None:
-        """Raises NoRoomError."""
+        """Raise NoRoomError if there is no room."""
         if not shared_file.fits(size):
             raise NoRoomError(f"{shared_file.SHARED_MEMORY} has no room for {size} bytes")
         self.file, self.path = shared_file.create()
@@ -66,7 +66,7 @@ class Segment:
 
 
 class Segments:
-    """The segments of one sender, of which at most one is kept between sends.
+    """Hold the segments of one sender, of which at most one is kept between sends.
 
     The kept one ends with the sender, once no worker has it mapped any more. Any number of threads and tasks may send
     at a time, each with a segment of its own. Whoever takes the kept segment is its only holder until it is put back,

@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``spans`` to copy into ``size`` bytes, where piece i then begins at byte ``starts[i]``."""
+    """Copy ``spans`` into ``size`` bytes, where piece i then begins at byte ``starts[i]``."""
 
     spans: list[Span]
     starts: list[int]
@@ -52,7 +52,7 @@ def plan(pieces: Sequence[torch.Tensor], size: int) -> Plan:
 
 
 class Copied(NamedTuple):
-    """Copies of ``pieces`` of a memory: piece i begins at byte ``starts[i]`` of ``room``, which is uint8."""
+    """Hold copies of ``pieces`` of a memory: piece i begins at byte ``starts[i]`` of ``room``, which is uint8."""
 
     pieces: Sequence[torch.Tensor]
     starts: Sequence[int]

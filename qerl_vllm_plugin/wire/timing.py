@@ -48,7 +48,7 @@ def in_time(answer: futures.Future[T], seconds: float, is_dead: Callable[[], boo
 
 
 class Timer:
-    """Times the parts of a change; ``seconds`` has them in the order in which they first ended.
+    """Time the parts of a change; ``seconds`` has them in the order in which they first ended.
 
     A part that ends again adds to its time. The times are the host's: GPU work that nobody has waited for counts in no
     part, or in a later one.

@@ -53,11 +53,11 @@ Answer = dict[str, Any]
 
 
 class StaleVersionError(AdapterError):
-    """A swap names an older version than the served one, or the served version with another content."""
+    """Report a swap to an older version than the served one, or to the served version with another content."""
 
 
 class PolicyLostError(RuntimeError):
-    """The engine holds half of a policy, or does not answer, and serves nothing any more."""
+    """Report that the engine holds half of a policy, or does not answer, and serves nothing any more."""
 
 
 MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionError: "stale"}  # keys of a refusal
@@ -65,7 +65,7 @@ MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionEr
 
 @dataclass(frozen=True)
 class Change:
-    """A change that has been prepared; ``commit`` makes it and returns the answer.
+    """Hold a change that has been prepared; ``commit`` makes it and returns the answer.
 
     ``is_doubtful`` says that activations may become too large under it, so some tokens are computed first.
     """

@@ -20,7 +20,7 @@ Span = tuple[float, float]  # first and last time, in seconds of time.monotonic(
 
 
 class ChangeLog:
-    """The log of one engine, shared by its processes: its changes, and whether it is lost or paused by somebody."""
+    """Share one engine's log among its processes: its changes, and whether it is lost or paused by somebody."""
 
     def __init__(self, path: str | None = None) -> None:
         """Create a log, or map the log of another process at the ``path`` which that one has. Raises OSError."""
@@ -41,7 +41,7 @@ class ChangeLog:
 
     @property
     def count(self) -> int:
-        """The number of entries: the version served when the log was opened, and every change, of the noise too."""
+        """Return the number of entries: the version served at the log's start, and every change, of the noise too."""
         return self._word(_COUNT)
 
     def lose(self) -> None:
@@ -54,7 +54,7 @@ class ChangeLog:
 
     @property
     def is_paused(self) -> bool:
-        """True if somebody has paused the engine (vLLM's own /pause or /sleep); a change does not resume it then."""
+        """Return True if somebody has paused the engine (vLLM's /pause or /sleep); a change does not resume it then."""
         return bool(self._word(_PAUSED))
 
     @is_paused.setter

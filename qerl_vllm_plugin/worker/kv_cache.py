@@ -25,12 +25,12 @@ Span = tuple[int, int]  # address, bytes
 
 
 class KVCacheError(RuntimeError):
-    """The KV cache cannot be released, resumed or used; the message says why."""
+    """Report that the KV cache cannot be released, resumed or used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """Everything that is needed to resume a released KV cache.
+    """Hold everything that is needed to resume a released KV cache.
 
     ``pieces`` are the released allocations. ``kept`` holds what else lay in them, by address. ``checksums`` are the
     addresses and checksums of all tensors that must not change. ``allow`` lets the worker run again.
