@@ -3,6 +3,7 @@
 Each calls the function that does the work. That of `scale`, and the scripts of `kernels`, lie beside the kernels.
 """
 
+import contextlib
 import json
 import runpy
 import sys
@@ -23,12 +24,37 @@ BY_THE_RECIPE = ("shape", "arms", "groups", "generations", "completion", "rank",
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not whole numbers, comma-separated, such as 1,8,64") from error
+
+
+def _list(meaning: str) -> Any:
+    return typer.Option(parser=_numbers, metavar="N,...", help=meaning)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(json.JSONDecodeError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise typer.BadParameter(f"{text!r} is not a JSON object, such as '{{\"async_scheduling\": false}}'")
+
+
+def _variant(text: str) -> tuple[str, dict[str, Any]]:
+    name, equals, options = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r} is not NAME=JSON")
+    return name, _json_object(options)
+
+
 @bench.command()
 def rollout(
     shape: Shape = "7B",
-    batch: Annotated[str, typer.Option(help="numbers of sequences, comma-separated")] = "1,8,64,128",
-    input_len: Annotated[str, typer.Option(help="tokens in: one number, or one for each batch")] = "128",
-    output_len: Annotated[str, typer.Option(help="tokens out: one number, or one for each batch")] = "128",
+    batch: Annotated[Any, _list("numbers of sequences")] = "1,8,64,128",
+    input_len: Annotated[Any, _list("tokens in: one number, or one for each batch")] = "128",
+    output_len: Annotated[Any, _list("tokens out: one number, or one for each batch")] = "128",
     arms: Annotated[
         str,
         typer.Option(
@@ -39,9 +65,7 @@ def rollout(
             "slots), stock_nvfp4_humming (no adapter), stock_nvfp4_humming_slots"
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
-    rank: Annotated[
-        str, typer.Option(help="ranks of the LoRA adapter, comma-separated; each takes an engine of its own")
-    ] = "32",
+    rank: Annotated[Any, _list("ranks of the LoRA adapter; each takes an engine of its own")] = "32",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -60,13 +84,15 @@ def rollout(
         bool, typer.Option(help="Start all engines at once on one GPU, and measure each repeat on one after the other.")
     ] = False,
     engine: Annotated[
-        str, typer.Option(help="more arguments of vllm.LLM as JSON, such as '{\"async_scheduling\": false}'")
+        Any, typer.Option(parser=_json_object, metavar="JSON", help="more arguments of vllm.LLM, as --variant's")
     ] = "{}",
     variant: Annotated[
-        list[str] | None,
+        list[Any] | None,
         typer.Option(
+            parser=_variant,
             metavar="NAME=JSON",
-            help="Measure each configuration also with these arguments of vllm.LLM above --engine's; repeatable.",
+            help="Measure each configuration also with these arguments of vllm.LLM above --engine's, such as "
+            "'sync={\"async_scheduling\": false}'; repeatable.",
         ),
     ] = None,
     scratch: Annotated[
@@ -82,56 +108,25 @@ def rollout(
         raise typer.BadParameter(
             "--profile has gone, and rates alone are measured now; `vllm bench latency --profile` shows kernels"
         )
-    lists = []
-    numbers = {"--batch": batch, "--input_len": input_len, "--output_len": output_len, "--rank": rank}
-    for name, text in numbers.items():
-        try:
-            lists.append([int(number) for number in text.split(",")])
-        except ValueError as error:
-            raise typer.BadParameter(
-                f"{name} is {text!r}; it is whole numbers, comma-separated, such as 1,8,64"
-            ) from error
+    variants = dict(variant or [])
+    if len(variants) < len(variant or []):
+        raise typer.BadParameter("--variant gives one name twice; give each a name of its own")
     result = run(
         shape,
-        make_cases(*lists[:3]),
+        make_cases(batch, input_len, output_len),
         arms=arms.split(","),
-        engine=_json_object("--engine", engine),
-        rank=lists[3],
+        engine=engine,
+        rank=rank,
         lengths=lengths,
         repeats=repeats,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_dtype=kv_cache_dtype.split(","),
         interleave=interleave,
-        variants=_variants(variant or []),
+        variants=variants,
         scratch=scratch,
         output=output,
     )
     raise typer.Exit(int(any("failed" in figures for figures in result["arms"].values())))
-
-
-def _variants(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """Return NAME=JSON texts as name -> options."""
-    variants: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        name, equals, options = text.partition("=")
-        if not equals:
-            raise typer.BadParameter(
-                f"--variant is {text!r}; it is NAME=JSON, such as 'sync={{\"async_scheduling\": false}}'"
-            )
-        if name in variants:
-            raise typer.BadParameter(f"--variant {name} is given twice; give each a name of its own")
-        variants[name] = _json_object(f"--variant {name}", options)
-    return variants
-
-
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"{name} is {text!r}, which is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f"{name} is {text!r}; it is a JSON object")
-    return value
 
 
 @bench.command()

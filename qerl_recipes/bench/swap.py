@@ -79,10 +79,10 @@ def measure(request: Figures, figures: Figures) -> None:
 
     config, rank = config_json(request["shape"]), request["rank"]
     made, adapter_config = random_model.adapter(config, rank)
-    tensors = {name: tensor.float() for name, tensor in made.items()}
+    changes = functools.partial(_changes, {name: tensor.float() for name, tensor in made.items()}, adapter_config)
     has_gpu = torch.cuda.is_available()
     if request["kind"] == "server":
-        _measure_server(request, tensors, adapter_config, has_gpu, figures)
+        _measure_server(request, changes, has_gpu, figures)
         return
     from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
@@ -97,12 +97,10 @@ def measure(request: Figures, figures: Figures) -> None:
     for name in request["transports"]:
         device = "cuda" if has_gpu and name != "shared" else "cpu"
         policy = Policy(llm, transport=name)
-        figures[name] = _changes(policy, tensors, adapter_config, device, lambda policy: policy.parts, fill)
+        figures[name] = changes(policy, device, lambda policy: policy.parts, fill)
 
 
-def _measure_server(
-    request: dict[str, Any], tensors: dict[str, Any], adapter_config: dict[str, Any], has_gpu: bool, figures: Figures
-) -> None:
+def _measure_server(request: Figures, changes: Callable[..., Figures], has_gpu: bool, figures: Figures) -> None:
     from qerl_vllm_plugin.client import PolicyClient
     from qerl_vllm_plugin.compat import scheduler
 
@@ -111,18 +109,13 @@ def _measure_server(
     options += ["--tensor-parallel-size", str(request["tensor_parallel"])]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_gpu))}  # 0: no worker process beside the core's
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "model")
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config_json(request["shape"])), encoding="utf-8")
+        Path(scratch, "config.json").write_text(json.dumps(config_json(request["shape"])), encoding="utf-8")
         log = Path(scratch, "log")
-        with serving(str(folder), options, request["rank"], log, environment=environment) as (server, token):
+        with serving(scratch, options, request["rank"], log, environment=environment) as (server, token):
             for name, transport, device in SERVER_WAYS:
-                if device == "cuda" and not has_gpu:
-                    continue
-                client = PolicyClient(server.url, token, transport=transport)
-                figures[name] = _changes(
-                    client, tensors, adapter_config, device, lambda client: client.answered["parts"]
-                )
+                if device == "cpu" or has_gpu:
+                    client = PolicyClient(server.url, token, transport=transport)
+                    figures[name] = changes(client, device, lambda client: client.answered["parts"])
 
 
 def _fill(llm: Any, vocabulary: int) -> None:
@@ -134,9 +127,9 @@ def _fill(llm: Any, vocabulary: int) -> None:
 
 
 def _changes(
-    policy: Any,
     tensors: Mapping[str, Any],
     adapter_config: Mapping[str, Any],
+    policy: Any,
     device: str,
     parts_of: Callable[[Any], dict[str, float]],
     before: Callable[[], object] | None = None,
