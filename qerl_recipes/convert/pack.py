@@ -18,6 +18,7 @@ import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, dequantize, divisor_from_amax
 
 from qerl_recipes.convert.shards import Entry, progress_of, write_shards
+from qerl_recipes.memory.sizes import on_meta
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, Nvfp4Scheme
 from qerl_vllm_plugin.weights.expected import MODEL_TYPES, fused_with
 from qerl_vllm_plugin.weights.families import kept_in_bf16, of_images
@@ -56,7 +57,12 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
     """
     if reason := of_images(report.config):
         raise CheckpointError(f"{report.folder}: {reason}")
-    model = _meta_model(report)
+    try:
+        model = on_meta(report.config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{report.folder}: {error}; only models that transformers has built in are quantized"
+        ) from error
     head = model.get_output_embeddings()
     kept = tuple(name for name, module in model.named_modules() if module is head or _is_router(name, module, model))
     shapes = dict(_packable(model, kept))
@@ -82,20 +88,6 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
         _check_layer(report, name, shape, name in packed)
     ignored = tuple(name for name in shapes if name not in packed)
     return Plan(packed, (*kept, *ignored), frozenset(name for name, _ in model.named_parameters()))
-
-
-def _meta_model(report: CheckpointReport) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(report.folder)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, AttributeError, ImportError, OSError) as error:
-        raise CheckpointError(
-            f"{report.folder}: transformers cannot build a causal language model from its config.json ({error}); only"
-            " models that transformers has built in are quantized"
-        ) from error
 
 
 def _is_router(name: str, module: torch.nn.Module, model: torch.nn.Module) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
 from qerl_kernels.scale_search import quantize_mse
@@ -58,22 +59,16 @@ class QuantizeReport:
                 soft_wrap=True,
             )
             return
-        cells: dict[tuple[str, str], float] = {}
-        for layer in self.layers:
-            place = _place(layer.name)
-            cells[place] = max(cells.get(place, 0.0), layer.relative_error)
-        columns = list(dict.fromkeys(column for _, column in cells))
+        errors = pd.DataFrame([(*_place(layer.name), layer.relative_error) for layer in self.layers])
+        cells = errors.pivot_table(2, 0, 1, "max", sort=False)
         table = Table(title=f"relative error of the NVFP4 weights ({self.method}, {self.scales})", title_justify="left")
-        table.add_column("layer", justify="right", overflow="fold")
-        for column in columns:
+        for column in ("layer", *cells.columns):
             table.add_column(column if "*" in column else column.rpartition(".")[2], justify="right", overflow="fold")
-        for row in dict.fromkeys(row for row, _ in cells):
-            values = (cells.get((row, column)) for column in columns)
-            table.add_row(row, *("" if value is None else f"{value:.4f}" for value in values))
+        for row, values in cells.iterrows():
+            table.add_row(row, *("" if pd.isna(value) else f"{value:.4f}" for value in values))
         console.print(table)
         worst = max(self.layers, key=lambda layer: layer.relative_error)
-        where = f"worst: {worst.name} {worst.relative_error:.4f}; written to {self.destination}"
-        console.print(where, soft_wrap=True)
+        console.print(f"worst: {worst.name} {worst.relative_error:.4f}; written to {self.destination}", soft_wrap=True)
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -200,10 +195,9 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} was asked for, but torch sees no CUDA device here; use --device cpu")
     if method == "rtn":
-        if calibration is not None:
-            raise ValueError("calibration: rtn uses no texts; choose --method gptq or leave it out")
-        if samples is not None:
-            raise ValueError("calibration_samples: rtn uses no texts; choose --method gptq or leave it out")
+        for name, given in (("calibration", calibration), ("calibration_samples", samples)):
+            if given is not None:
+                raise ValueError(f"{name}: rtn uses no texts; choose --method gptq or leave it out")
         return
     if samples is not None and samples < 1:
         raise ValueError(f"calibration_samples is {samples}; it must be at least 1")

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.convert.shards import Entry, copy_other_files, write_shards
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
+from qerl_recipes.memory.sizes import on_meta
 from qerl_vllm_plugin.weights.checkpoint import CONFIG, SINGLE, CheckpointReport, inspect_folder
 from qerl_vllm_plugin.weights.families import LANGUAGE_MODELS
 from qerl_vllm_plugin.weights.formats import COMPRESSED, NVFP4
@@ -98,12 +97,7 @@ def _text_config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
 
 def _check_text_model(report: CheckpointReport, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if names or shapes are not those of transformers' text model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values))
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
     shapes = _shapes(report, names)
     for name in sorted(expected.keys() | shapes.keys()):
         if expected.get(name) != shapes.get(name):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_kernels.adapter import COLUMNS
 from qerl_kernels.nvfp4 import GROUP_SIZE
@@ -20,6 +20,9 @@ from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.recipe.configs import ModelConfig, ScriptArguments
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 from qerl_vllm_plugin.weights.expected import fused_with
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FP32 = 4
 NF4_BLOCK, NF4_CODE_BOOK = 64, 16  # weights per fp32 scale in bitsandbytes; 16 fp32 values per layer
@@ -102,28 +105,33 @@ def measure(config: Mapping[str, Any]) -> ModelSize:
     return _measure(json.dumps(config, sort_keys=True))
 
 
+def on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build the model of a config.json without its weights; raise ValueError if transformers cannot."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    kind = config.get("model_type")
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
+        model.tie_weights()
+        return model
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ValueError(f"transformers cannot build a causal language model of type {kind!r} ({error})") from error
+
+
 @functools.lru_cache(maxsize=16)
 def _measure(config: str) -> ModelSize:
     import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from qerl_recipes.model.frozen import dense_experts
     from qerl_vllm_plugin.weights.checkpoint import read_quantization
 
     values = json.loads(config)
-    quantization = values.pop("quantization_config", None)
-    scheme = read_quantization(quantization) if quantization is not None else None
-    model_type = values.pop("model_type", None)
-    try:
-        built = AutoConfig.for_model(model_type, **values)
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(built)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"transformers cannot build a causal language model of type {model_type!r} ({error})"
-        ) from error
-    head = model.get_output_embeddings()
+    scheme = read_quantization(values["quantization_config"]) if values.get("quantization_config") is not None else None
+    model = on_meta(values)
+    built, head = model.config, model.get_output_embeddings()
     linears = tuple(
         LinearSize(name, m.out_features, m.in_features, m.bias is not None, scheme is None or scheme.is_quantized(name))
         for name, m in model.named_modules()
