@@ -18,7 +18,7 @@ import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, dequantize, divisor_from_amax
 
 from qerl_recipes.convert.shards import Entry, progress_of, write_shards
-from qerl_recipes.memory.sizes import on_meta
+from qerl_recipes.model.families import on_meta
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, Nvfp4Scheme
 from qerl_vllm_plugin.weights.expected import MODEL_TYPES, fused_with
 from qerl_vllm_plugin.weights.families import kept_in_bf16, of_images

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
 from qerl_kernels.scale_search import quantize_mse
@@ -59,13 +58,17 @@ class QuantizeReport:
                 soft_wrap=True,
             )
             return
-        errors = pd.DataFrame([(*_place(layer.name), layer.relative_error) for layer in self.layers])
-        cells = errors.pivot_table(2, 0, 1, "max", sort=False)
+        cells: dict[str, dict[str, float]] = {}  # row -> column -> error
+        for layer in self.layers:
+            row, column = _place(layer.name)
+            errors = cells.setdefault(row, {})
+            errors[column] = max(errors.get(column, 0.0), layer.relative_error)
+        columns = dict.fromkeys(column for errors in cells.values() for column in errors)
         table = Table(title=f"relative error of the NVFP4 weights ({self.method}, {self.scales})", title_justify="left")
-        for column in ("layer", *cells.columns):
+        for column in ("layer", *columns):
             table.add_column(column if "*" in column else column.rpartition(".")[2], justify="right", overflow="fold")
-        for row, values in cells.iterrows():
-            table.add_row(row, *("" if pd.isna(value) else f"{value:.4f}" for value in values))
+        for row, errors in cells.items():
+            table.add_row(row, *(f"{errors[column]:.4f}" if column in errors else "" for column in columns))
         console.print(table)
         worst = max(self.layers, key=lambda layer: layer.relative_error)
         console.print(f"worst: {worst.name} {worst.relative_error:.4f}; written to {self.destination}", soft_wrap=True)

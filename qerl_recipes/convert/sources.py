@@ -16,7 +16,7 @@ from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.convert.shards import Entry, copy_other_files, write_shards
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_recipes.memory.sizes import on_meta
+from qerl_recipes.model.families import on_meta
 from qerl_vllm_plugin.weights.checkpoint import CONFIG, SINGLE, CheckpointReport, inspect_folder
 from qerl_vllm_plugin.weights.families import LANGUAGE_MODELS
 from qerl_vllm_plugin.weights.formats import COMPRESSED, NVFP4

@@ -11,18 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_kernels.adapter import COLUMNS
 from qerl_kernels.nvfp4 import GROUP_SIZE
 
 from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.model.families import on_meta
 from qerl_recipes.recipe.configs import ModelConfig, ScriptArguments
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 from qerl_vllm_plugin.weights.expected import fused_with
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FP32 = 4
 NF4_BLOCK, NF4_CODE_BOOK = 64, 16  # weights per fp32 scale in bitsandbytes; 16 fp32 values per layer
@@ -103,22 +101,6 @@ class ModelSize:
 def measure(config: Mapping[str, Any]) -> ModelSize:
     """Count a model from its config.json; raise ValueError for a model or a quantization that cannot be read."""
     return _measure(json.dumps(config, sort_keys=True))
-
-
-def on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
-    """Build the model of a config.json without its weights; raise ValueError if transformers cannot."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
-    kind = config.get("model_type")
-    try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
-        model.tie_weights()
-        return model
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ValueError(f"transformers cannot build a causal language model of type {kind!r} ({error})") from error
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,6 +12,8 @@ from qerl_vllm_plugin.weights.expected import experts
 from qerl_vllm_plugin.weights.families import FAMILIES, WITHOUT_NVFP4, WITHOUT_SLOTS, of_images
 
 if TYPE_CHECKING:  # it imports TRL, which a trainer of another stack does not need
+    from transformers import PreTrainedModel
+
     from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 
 # vLLM 0.31 runs these by transformers' own classes, and changes those classes for the whole process
@@ -24,6 +26,21 @@ EXPERTS_FIRST = (
 OF_EXPERTS = ("all-linear", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "gate")
 FUSED_TARGETS = {"glm4": ("gate_up_proj", "q_proj, k_proj, v_proj, o_proj, down_proj")}
 NOISE_TARGETS = dict.fromkeys(("gemma2", "gemma3_text"), ("post_attention_layernorm", "pre_feedforward_layernorm"))
+
+
+def on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build the model of a config.json without its weights; raise ValueError if transformers cannot."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    kind = config.get("model_type")
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
+        return model
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ValueError(f"transformers cannot build a causal language model of type {kind!r} ({error})") from error
 
 
 def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]:
