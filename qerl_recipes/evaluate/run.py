@@ -152,26 +152,25 @@ def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     tokenizers = {folder: AutoTokenizer.from_pretrained(folder) for folder in {one.engine.folder for one in settled}}
     load = functools.cache(evaluation_tasks.load)  # evaluations of a study ask for the same problems
     measured: dict[int, tuple[list[Benchmark], list[Task]]] = {}
-    with evaluation_tasks.quietly():
-        for one in settled:
-            answers.check(tokenizers[one.engine.folder], one.evaluation)
-            tasks: list[Task] = []
-            if one.evaluation.episodes:  # they alone need TRL
-                from qerl_recipes.evaluate.episodes import prepare
+    for one in settled:
+        answers.check(tokenizers[one.engine.folder], one.evaluation)
+        tasks: list[Task] = []
+        if one.evaluation.episodes:  # they alone need TRL
+            from qerl_recipes.evaluate.episodes import prepare
 
-                tasks = prepare(one.evaluation, one.saved, one.engine.folder)
-            measured[id(one)] = evaluation_tasks.load_evaluation(one.evaluation, load), tasks
-            _refuse_another(one, list(itertools.chain(*measured[id(one)])))
-        for one in settled:
-            one.evaluation.output_dir.mkdir(parents=True, exist_ok=True)
-        results = []
-        # An evaluation without an adapter gets its own engine: no change of policy would empty the prefix cache.
-        for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
-            llm = start(engine)
-            try:
-                results += [_answered(llm, one, *measured[id(one)]) for one in those]
-            finally:
-                close(llm)
+            tasks = prepare(one.evaluation, one.saved, one.engine.folder)
+        measured[id(one)] = evaluation_tasks.load_evaluation(one.evaluation, load), tasks
+        _refuse_another(one, list(itertools.chain(*measured[id(one)])))
+    for one in settled:
+        one.evaluation.output_dir.mkdir(parents=True, exist_ok=True)
+    results = []
+    # An evaluation without an adapter gets its own engine: no change of policy would empty the prefix cache.
+    for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
+        llm = start(engine)
+        try:
+            results += [_answered(llm, one, *measured[id(one)]) for one in those]
+        finally:
+            close(llm)
     return results
 
 

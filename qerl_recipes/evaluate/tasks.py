@@ -4,13 +4,12 @@ This module alone imports lighteval. Importing lighteval 0.13 turns torch's grad
 training in the same process would fail. The imports here restore the previous mode.
 """
 
-import contextlib
 import copy
 import hashlib
 import importlib
 import json
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +42,8 @@ with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the gradient m
     from lighteval.utils.utils import remove_reasoning_tags
     from math_verify import LatexExtractionConfig, parse, verify
 
-__all__ = ["Benchmark", "Doc", "PromptManager", "load", "load_evaluation", "quietly", "task_module"]
+logging.getLogger("lighteval").setLevel(logging.ERROR)  # it warns about few-shot splits, which are not used here
+__all__ = ["Benchmark", "Doc", "PromptManager", "load", "load_evaluation", "task_module"]
 
 REASONING = [("<think>", "</think>")]  # the text between these tags is not part of an answer
 LEAST_NEW_TOKENS = 1024  # lighteval's 256 for GSM8K cuts many worked answers in the middle
@@ -67,15 +67,9 @@ class Benchmark:
 
     def majority(self, texts: Sequence[str]) -> int | None:
         """Return the index of the first text with the majority answer, of equals the first; None without an answer."""
-        votes: list[tuple[Any, list[int]]] = []  # (answer, texts that give it); answers may have no hash
-        for i, text in enumerate(texts):
-            if (answer := self.vote(text)) is not None:
-                voters = next((voters for other, voters in votes if other == answer), None)
-                if voters is None:
-                    votes.append((answer, [i]))
-                else:
-                    voters.append(i)
-        return max(votes, key=lambda vote: len(vote[1]))[1][0] if votes else None
+        votes = [self.vote(text) for text in texts]  # they may have no hash
+        firsts = [votes.index(vote) for vote in votes if vote is not None]  # of each, the first that is equal
+        return max(firsts, key=firsts.count, default=None)
 
 
 class _Mathematics:
@@ -128,18 +122,6 @@ def load_evaluation(evaluation: Evaluation, load: Callable[..., list[Benchmark]]
     options = {name: getattr(evaluation, name) for name in ("max_samples", "num_samples")}
     names = tuple(name for name in evaluation.tasks if not has_episodes(name))
     return load(names, **options) if names else []
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Silence lighteval's warnings for the block: they are about few-shot splits that are not used here."""
-    logger = logging.getLogger("lighteval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskConfig, Judge, Vote]:

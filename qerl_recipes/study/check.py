@@ -48,8 +48,7 @@ def check_tasks(study: Study) -> None:
         raise StudyError(f"nothing can be evaluated here, so nothing is trained: {error}") from error
     for name, options in study.evaluations.items():
         try:
-            with tasks.quietly():
-                tasks.load_evaluation(_evaluation(options))
+            tasks.load_evaluation(_evaluation(options))
         except (ValueError, OSError, ImportError) as error:
             raise StudyError(f"evaluations.{name} cannot be made here, so nothing is trained: {error}") from error
 
