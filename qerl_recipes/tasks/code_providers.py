@@ -13,10 +13,10 @@ import queue
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
@@ -178,65 +178,47 @@ def _morph(script: ScriptArguments) -> Judge:
     return _elsewhere(result_of)
 
 
-def post(url: str, content: dict[str, Any], seconds: float) -> Any:
-    """Send JSON and return the JSON of the answer; raise ProviderError for any other answer, or for none."""
-    request = urllib.request.Request(url, json.dumps(content).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise ProviderError(f"{url} answered {error.code}: {error.read(300).decode(errors='replace')}") from error
-    except (OSError, ValueError) as error:
-        raise ProviderError(f"{url}: {error}") from error
-
-
-class Piston:
-    """Send programs to the Piston servers of ``PISTON_ENDPOINTS``, the next one to that which is free.
+def _piston(script: ScriptArguments) -> Judge:
+    """Return the judge that asks the servers of ``PISTON_ENDPOINTS``, the next one that is free.
 
     The addresses are separated by commas and end in /api/v2. Each server has at most
-    ``PISTON_MAX_REQUESTS_PER_ENDPOINT`` requests at a time, by default 1. Raises ConfigError without an address.
+    ``PISTON_MAX_REQUESTS_PER_ENDPOINT`` requests at a time, by default 1.
     """
-
-    def __init__(self) -> None:
-        addresses = [address.strip() for address in os.environ.get(ENDPOINTS, "").split(",") if address.strip()]
-        if not addresses or not all(address.startswith("http") for address in addresses):
-            raise ConfigError(
-                f"code_provider: piston needs the environment variable {ENDPOINTS}, the addresses of Piston servers, "
-                "such as http://127.0.0.1:2000/api/v2, separated by commas"
-            )
-        if not (most := os.environ.get(REQUESTS, "1")).isdecimal() or most == "0":
-            raise ConfigError(f"{REQUESTS} must be a number of requests, at least 1, not {most!r}")
-        self._free: queue.Queue[str] = queue.Queue()
-        for address in addresses * int(most):
-            self._free.put(address)
-
-    def execute(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return Piston's answer with the ``seconds`` that it took once a server was free, or raise ProviderError."""
-        for attempt in range(TRIES):
-            if attempt:
-                time.sleep(PAUSE * 2 ** (attempt - 1))
-            address = self._free.get()
-            begin = time.monotonic()
-            try:
-                answer = post(f"{address.rstrip('/')}/execute", {"version": "*", **request}, seconds)
-                if "run" in answer and "Resource temporarily unavailable" not in (answer["run"]["stderr"] or ""):
-                    return {**answer, "seconds": time.monotonic() - begin}
-                failure = ProviderError(f"{address} did not run the program: {json.dumps(answer)[:300]}")
-            except ProviderError as error:
-                failure = error
-            finally:
-                self._free.put(address)
-        raise failure
-
-
-def _piston(script: ScriptArguments) -> Judge:
-    piston = Piston()
+    addresses = [address.strip() for address in os.environ.get(ENDPOINTS, "").split(",") if address.strip()]
+    if not addresses or not all(address.startswith("http") for address in addresses):
+        raise ConfigError(
+            f"code_provider: piston needs the environment variable {ENDPOINTS}, the addresses of Piston servers, "
+            "such as http://127.0.0.1:2000/api/v2, separated by commas"
+        )
+    if not (most := os.environ.get(REQUESTS, "1")).isdecimal() or most == "0":
+        raise ConfigError(f"{REQUESTS} must be a number of requests, at least 1, not {most!r}")
+    free: queue.Queue[str] = queue.Queue()
+    for address in addresses * int(most):
+        free.put(address)
 
     def run(program: str, given: str, seconds: float) -> tuple[int, str, float] | None:
         files = [{"name": "main.py", "content": program}]
-        request = {"language": "python", "files": files, "stdin": given, "run_timeout": int(1000 * seconds)}
-        answer = piston.execute(request, seconds + 30)
-        ended = answer["run"]
-        return None if ended["signal"] == "SIGKILL" else (ended["code"], ended["stdout"], answer["seconds"])
+        request = {"language": "python", "version": "*", "files": files, "stdin": given}
+        body = json.dumps({**request, "run_timeout": int(1000 * seconds)}).encode()
+        for attempt in range(TRIES):
+            if attempt:
+                time.sleep(PAUSE * 2 ** (attempt - 1))
+            address = free.get()
+            asked = Request(f"{address.rstrip('/')}/execute", body, {"Content-Type": "application/json"})
+            begin = time.monotonic()
+            try:
+                with urlopen(asked, timeout=seconds + 30) as reply:
+                    answer = json.load(reply)
+                ended, taken = answer.get("run"), time.monotonic() - begin
+                if ended and "Resource temporarily unavailable" not in (ended["stderr"] or ""):
+                    return None if ended["signal"] == "SIGKILL" else (ended["code"], ended["stdout"], taken)
+                failure = f"did not run the program: {json.dumps(answer)[:300]}"
+            except HTTPError as error:
+                failure = f"answered {error.code}: {error.read(300).decode(errors='replace')}"
+            except (OSError, ValueError) as error:
+                failure = str(error)
+            finally:
+                free.put(address)
+        raise ProviderError(f"{address}: {failure}")
 
     return lambda program, tests: share_of_passed(run, program, tests, SECONDS, TOTAL_SECONDS)

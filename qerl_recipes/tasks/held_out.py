@@ -5,7 +5,6 @@ python -m qerl_recipes.tasks.held_out --config RECIPE.yaml OUT.jsonl
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset
@@ -39,12 +38,11 @@ def whole_lines(held_out: Dataset | None) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    program = "python -m qerl_recipes.tasks.held_out"
-    parser = argparse.ArgumentParser(prog=program, description="Write the held-out problems of a recipe to a file.")
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m qerl_recipes.tasks.held_out", description=__doc__)
     parser.add_argument("--config", required=True, help="the recipe")
     parser.add_argument("out", type=Path)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     options.out.write_text(lines(options.config), encoding="utf-8")
 
 

@@ -5,6 +5,7 @@ No network is needed.
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -48,13 +49,14 @@ def _entry(specification: str, index: int) -> dict[str, Any]:
     return _task(specification)[index]
 
 
-def _table(specification: str, entries: dict[int, dict[str, Any]]) -> Dataset:
-    """Return a data set of ``entries``, which are keyed by their index in the task."""
+def _table(specification: str, indices: Sequence[int]) -> Dataset:
+    """Return a data set of the task's problems at these indices."""
+    entries = [_entry(specification, i) for i in indices]
     return Dataset.from_dict(
         {
-            "prompt": [entry["question"] for entry in entries.values()],
-            "answer": [str(entry["answer"]) for entry in entries.values()],
-            "reasoning_gym": [json.dumps({"specification": specification, "index": i}) for i in entries],
+            "prompt": [entry["question"] for entry in entries],
+            "answer": [str(entry["answer"]) for entry in entries],
+            "reasoning_gym": [json.dumps({"specification": specification, "index": i}) for i in indices],
         }
     )
 
@@ -66,8 +68,7 @@ def _different(specification: str, count: int) -> Dataset:
         indices.setdefault(_entry(specification, i)["question"], i)
         if len(indices) == count:
             break
-    held_out = list(indices.values())[: count if len(indices) == count else len(indices) // 4]
-    return _table(specification, {i: _entry(specification, i) for i in held_out})
+    return _table(specification, list(indices.values())[: count if len(indices) == count else len(indices) // 4])
 
 
 def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
@@ -77,7 +78,7 @@ def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
     """
     task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs
     own = _specification(task, script.dataset_size or DEFAULT_SIZE, script.dataset_seed, options)
-    train = _table(own, {i: _entry(own, i) for i in range(len(_task(own)))})
+    train = _table(own, range(len(_task(own))))
     other_seed = script.dataset_seed + HELD_OUT_SEED_DISTANCE
     held_out = _different(_specification(task, MOST_TRIES, other_seed, options), HELD_OUT)
     seen = set(held_out["prompt"])
