@@ -1,80 +1,21 @@
-"""Write the README.md of a saved adapter or merged checkpoint, which says its base and how to serve it."""
+"""Write the README.md of a saved adapter or merged checkpoint, which says its base and how to serve it.
+
+``adapter_card.jinja`` and ``merged_card.jinja`` beside this module are the templates.
+"""
 
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+
 from qerl_recipes.files.adapter import NORMS, engine_rank
 
 WEIGHTS = {"qerl_nvfp4": "NVFP4 (4-bit), frozen", "bf16": "BF16, frozen", "nf4": "NF4 (bitsandbytes, 4-bit), frozen"}
-ADAPTER = """\
----
-{metadata}library_name: peft
-tags: [lora, trl, grpo, vllm, qerl]
----
-
-# LoRA adapter trained with QeRL
-
-| | |
-|---|---|
-| base model | `{base}`{rounded} |
-| base SHA-256 | `{base_hash}` (config.json and 64 samples a file) |
-| weights in training | {weights} |
-| rank, alpha | {rank}, {alpha} |
-| modules | {modules} |
-| trained norms | {norms} |
-{versions}
-## Serve it
-
-{without_norms}{elsewhere}With stock vLLM{another_policy}:
-
-```bash
-{serve} --enable-lora --max-lora-rank {allowed_rank} --lora-modules {lora}
-```
-{on_nvfp4}"""
-WITHOUT_NORMS = f"""\
-**This adapter's norms were trained too.** They lie in `{NORMS}` and do not travel in a LoRA request: the commands \
-below serve the base's norms, which is another policy than the one that was trained. `qerl evaluate` and \
-`Policy.swap_folder` apply both; `qerl export --merge` writes a checkpoint with both.
-
-"""
-ELSEWHERE = """\
-`{base}` stands for a folder that is not on the hub: name your copy of it.
-
-"""
-ON_NVFP4 = """
-PEFT and transformers, too, compute in BF16, and want a base of BF16 weights: on a folder that `qerl quantize` wrote \
-they find no layers, so name the model that it was made from.
-
-On the 4-bit weights it was trained on, with QeRL's plugin installed:
-
-```bash
-{serve} --quantization qerl_nvfp4 --enable-lora --max-lora-rank {allowed_rank} --lora-modules {lora}
-```
-"""
-MERGED = """\
----
-{metadata}base_model_relation: finetune
-library_name: transformers
-tags: [trl, grpo, vllm, qerl]
----
-
-# Model trained with QeRL, adapter merged
-
-`{base}` with a LoRA adapter{norms} merged into its weights, in BF16. The merge rounds each weight to BF16 once more, \
-so that this is almost, and not bit for bit, the policy that was trained.
-
-| | |
-|---|---|
-| base SHA-256 | `{base_hash}` (config.json and 64 samples a file) |
-| adapter SHA-256 | `{adapter_hash}` |
-| weights in training | {weights} |
-
-```bash
-vllm serve {folder}
-```
-"""
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+)
 
 
 def render(
@@ -100,28 +41,23 @@ def render(
     of_branch = [] if revision in (None, "main") else ["--revision", str(revision)]
     is_elsewhere = Path(base).is_absolute() and not Path(folder).is_absolute()
     targets, rank = adapter_config.get("target_modules"), adapter_config.get("r", 16)
-    is_nvfp4 = quantization == "qerl_nvfp4"
-    commands = {
-        "serve": shlex.join(["vllm", "serve", short(base) if is_elsewhere else base, *of_branch]),
-        "allowed_rank": engine_rank(rank),
-        "lora": shlex.quote(f"{name}={folder}"),
-    }
-    return ADAPTER.format(
+    return TEMPLATES.get_template("adapter_card.jinja").render(
         metadata=_metadata(base, datasets),
         base=short(base),
-        rounded=", of which `qerl quantize` made the folder with this hash" if is_rounded else "",
+        is_elsewhere=is_elsewhere,
+        is_rounded=is_rounded,
         base_hash=base_hash,
         weights=WEIGHTS.get(quantization, quantization),
+        is_nvfp4=quantization == "qerl_nvfp4",
         rank=rank,
         alpha=adapter_config.get("lora_alpha"),
         modules=targets if isinstance(targets, str) else ", ".join(sorted(targets or [])),
-        norms=f"yes, in {NORMS}" if trained_norms else "no",
-        versions="".join(f"| {package} | {version} |\n" for package, version in sorted((versions or {}).items())),
-        without_norms=WITHOUT_NORMS if trained_norms else "",
-        elsewhere=ELSEWHERE.format(base=short(base)) if is_elsewhere else "",
-        another_policy=" (from a BF16 base: in BF16, another policy than was trained)" if is_nvfp4 else "",
-        on_nvfp4=ON_NVFP4.format(**commands) if is_nvfp4 else "",
-        **commands,
+        trained_norms=trained_norms,
+        norms=NORMS,
+        versions=sorted((versions or {}).items()),
+        serve=shlex.join(["vllm", "serve", short(base) if is_elsewhere else base, *of_branch]),
+        allowed_rank=engine_rank(rank),
+        lora=shlex.quote(f"{name}={folder}"),
     )
 
 
@@ -136,12 +72,12 @@ def render_merged(
     folder: str | Path,
 ) -> str:
     """Return the model card of a checkpoint with a merged adapter; ``folder`` is its absolute path."""
-    return MERGED.format(
+    return TEMPLATES.get_template("merged_card.jinja").render(
         metadata=_metadata(base, datasets),
         base=short(base),
         base_hash=base_hash,
         adapter_hash=adapter_hash,
-        norms=" and its trained norms" if trained_norms else "",
+        trained_norms=trained_norms,
         weights=WEIGHTS.get(quantization, quantization),
         folder=shlex.quote(str(folder)),
     )
