@@ -24,7 +24,7 @@ def print_plan(file: Path) -> None:
     """Check the arms and evaluations of a study, run nothing, and print its plan."""
     study = read(file)
     check(study)
-    print(pages.outline(study, file))
+    print(pages.outline(study, file), end="")
 
 
 def conduct(

@@ -4,16 +4,19 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+from jinja2 import Environment, FileSystemLoader
 
 from qerl_recipes.study.plan import SWEEP_GAIN, Study, StudyError
 from qerl_recipes.study.results import ACCURACY, CUT, PLANNED, comparisons, counted, cut, hours, labels, of_arm
 from qerl_recipes.study.statistics import ALPHA, NOT_SIGNIFICANT, POWER, T_ONLY, compare, holm, visible
 
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True)
 CALLS = "calls"  # of tools, the mean of an episode
 CURVES, COMPARISONS, CONFIGURATIONS = "curves_best.png", "comparisons.csv", "configurations.csv"
 SMOOTHING = 5  # steps of the running mean in a plot
@@ -25,30 +28,31 @@ OF_CLAIMS = (
 )
 
 
+def _filled(template: str, **given: Any) -> str:
+    return TEMPLATES.get_template(template).render(**given).strip() + "\n"
+
+
 def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path, *options: str) -> str:
     """Return the page of a study run with ``options``: question, answer, table of the ``found``, plot, commands."""
-    title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
-    lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
-    # reward and judge read the last number of an answer that does not end all the same
-    named_cut = ", ".join(_seeds_cut(arm, shares) for arm, shares in cut(values).groupby(level=0, sort=False))
-    if named_cut:
-        named_cut = f"Over {percent(CUT)} of completions cut at the end: {named_cut}."
     tables = f"[Metrics]({CONFIGURATIONS})"
     if len(found):
         tables = f"[Comparisons and claims]({COMPARISONS}), [metrics]({CONFIGURATIONS})"
-    if answer := answered(study, values, found):
-        lines += [answer, ""]
-    lines += [*_comparisons(study, values, found), ""]
-    lines += [
-        f"![{metrics} over the steps]({CURVES})",
-        "",
-        f"*Mean and range of the seeds, {SMOOTHING}-step means.*",
-        "",
-        " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
-        *([named_cut] if named_cut else []),
-        f"{tables}. Repeat: `{shlex.join(['qerl', 'study', str(file), *options])}`.",
-    ]
-    return "\n".join(lines) + "\n"
+    return _filled(
+        "page.jinja",
+        title=file.stem.replace("_", " "),
+        study=study,
+        answer=answered(study, values, found),
+        comparisons="\n".join(_comparisons(study, values, found)),
+        metrics=" and ".join(plotted(study, rows)).replace("_", " "),
+        curves=CURVES,
+        smoothing=SMOOTHING,
+        told=" ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
+        # reward and judge read the last number of an answer that does not end all the same
+        cut=[_seeds_cut(arm, shares) for arm, shares in cut(values).groupby(level=0, sort=False)],
+        most=percent(CUT),
+        tables=tables,
+        command=shlex.join(["qerl", "study", str(file), *options]),
+    )
 
 
 def _seeds_cut(arm: str, shares: pd.Series) -> str:
@@ -215,30 +219,18 @@ def overview(
     run = {file: of for file, of in found.items() if len(of[1])}
     counts = [counted(study, values)[0] for study, _, values in run.values()]
     cost = pd.DataFrame([hours(rows) for _, rows, _ in run.values()]).sum().to_dict()
-    where, example = os.path.relpath(folder), next(iter(run or found))
-    lines = [
-        "# Studies",
-        "",
-        "Follow a question to the study that answers it, and repeat any of them. A study trains configurations of one "
-        "recipe with several seeds. Plans (`NAME.yaml`) were written before their runs, but for what stands under "
-        "`afterwards`. Each comparisons.csv also leaves out runs with cut completions, and has unpaired intervals: "
-        "runs in BF16 do not repeat bit for bit. "
-        f"The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}.",
-        "",
-        "```bash",
-        f"qerl study {example} --jobs 4  # on a GPU; stopped at any time, the same command goes on",
-        f"qerl study {where}  # runs nothing: every page anew from the tables",
-        "```",
-        "",
-        "## Questions",
-        "",
-    ]
-    lines += [f"* [{file.stem}]({file.stem}/README.md): {study.question}" for file, (study, *_) in run.items()]
-    waiting = ", ".join(f"[{file.stem}]({file.name})" for file in found if file not in run)
-    lines += [*([f"* Not run yet: {waiting}."] if waiting else []), ""]
-    if tables:
-        lines += [_significant(tables, sum(len(study.comparisons) for study, *_ in run.values())), ""]
-    return "\n".join([*lines, *_claims(found, tables)]) + "\n"
+    planned = sum(len(study.comparisons) for study, *_ in run.values())
+    return _filled(
+        "overview.jinja",
+        held=", ".join([f"{sum(counts)} runs", *_cost(cost)]),
+        example=next(iter(run or found)),
+        where=os.path.relpath(folder),
+        run=run,
+        waiting=", ".join(f"[{file.stem}]({file.name})" for file in found if file not in run),
+        significant=_significant(tables, planned) if tables else "",
+        claims=_claims(found, tables),
+        of_claims=OF_CLAIMS,
+    )
 
 
 def _significant(tables: Mapping[Path, pd.DataFrame], planned: int) -> str:
@@ -255,63 +247,42 @@ def _significant(tables: Mapping[Path, pd.DataFrame], planned: int) -> str:
 
 def _claims(
     found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]], tables: Mapping[Path, pd.DataFrame]
-) -> list[str]:
-    """Return the planned claims by verdict, each with the studies that say so."""
+) -> list[tuple[str, list[str]]]:
+    """Return the planned claims by verdict, each with the studies that say so; what is supported comes first."""
     rows = pd.concat(
         [of[of.kind == "claim"].assign(study=file.stem) for file, of in tables.items()] or [pd.DataFrame()]
     )
     untested = {claim: why for study, *_ in found.values() for claim, why in study.afterwards.untested.items()}
-    if rows.empty and not untested:
-        return []
     said: dict[str, list[str]] = {}
     for (verdict, claim), of in rows.groupby(["verdict", "claim"], sort=False) if len(rows) else ():
         said.setdefault(verdict.replace(T_ONLY, "†"), []).append(f"{claim} ({', '.join(of.study)})")
     if untested:
         said["not tested"] = [f"{claim} ({why})" for claim, why in untested.items()]
-    lists = sorted(said.items(), reverse=True)  # what is supported comes first
-    lines = [line for verdict, claims in lists for line in (f"* {verdict}:", *(f"  * {claim}" for claim in claims))]
-    return ["## Planned claims", "", *lines, "", OF_CLAIMS]
+    return sorted(said.items(), reverse=True)
 
 
 def outline(study: Study, file: Path) -> str:
     """Return the plan as Markdown: what a study would run, and how it would be judged."""
-    sweep, arms, seeds = study.sweep, len(study.own_arms), len(study.seeds)
-    keys = [", ".join(f"{k}: {json.dumps(v)}" for k, v in own.items()) for own in study.arms.values()]
-    texts = (study.question, study.about.strip(), f"Recipe: {study.recipe}")
-    lines = [f"# {file}", "", *(line for text in texts if text for line in (text, ""))]
-    lines += [*markdown(pd.DataFrame({"arm": study.arms.keys(), "keys over the recipe's": keys})), "", "Runs:", ""]
-    best = "" if sweep is None else f", each arm at its own best {sweep.key}"
-    if sweep is not None:
-        lines.append(
-            f"* first {arms} arms x {len(sweep.values)} values of {sweep.key} ({_listed(sweep.values)}) x "
-            f"{len(sweep.seeds)} seeds ({_listed(sweep.seeds)}) = {arms * len(sweep.values) * len(sweep.seeds)}, for "
-            "the best value of each arm"
-        )
-    lines.append(f"* {arms} arms x {seeds} seeds ({_listed(study.seeds)}) = {arms * seeds}{best}")
-    if sweep is not None and sweep.common is not None:
-        common = f"{sweep.key} {sweep.common:g}"
-        lines.append(f"* and at {common} for all, where that is not the best: up to {arms * seeds}")
-    lines += ["", *(line for text in _taken(study) for line in (text, "")), "Evaluations, after each run:", ""]
-    for name, options in study.evaluations.items():
-        primary = " (primary: decides)" if name == study.primary else ""
-        lines.append(f"* {name}{primary}: {', '.join(f'{key}: {value}' for key, value in options.items())}")
-    pairs = ", ".join(f"{a} - {b}" for a, b in study.comparisons)
-    lines += [
-        "",
-        f"Judged by the adapter's accuracy in {study.primary}, paired by seed: {pairs or 'no comparison'}. Two-sided t "
-        f"test, corrected by Holm over the comparisons; at {ALPHA:.0%} or more a difference is not significant.",
-    ]
-    for claim in study.claims:
-        a, b = claim.pair
-        lines.append(
-            f"* claim: {claim.claim}. Supported if {a}'s {claim.metric} is {claim.expect} than {b}'s; an effect below "
-            f"{claim.margin:g} does not matter."
-        )
-    return "\n".join([*lines, *(["", OF_CLAIMS] if study.claims else [])])
+    arms = {
+        "arm": study.arms.keys(),
+        "keys over the recipe's": [_listed(own, json.dumps) for own in study.arms.values()],
+    }
+    return _filled(
+        "plan.jinja",
+        file=file,
+        study=study,
+        keys="\n".join(markdown(pd.DataFrame(arms))),
+        values=", ".join(f"{value:g}" for value in (study.sweep.values if study.sweep else ())),
+        taken=_taken(study),
+        evaluations=[(name, _listed(options)) for name, options in study.evaluations.items()],
+        pairs=", ".join(f"{a} - {b}" for a, b in study.comparisons),
+        alpha=f"{ALPHA:.0%}",
+        of_claims=OF_CLAIMS,
+    )
 
 
-def _listed(values: list[int] | list[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
+def _listed(keys: Mapping[str, Any], written: Callable[[Any], str] = str) -> str:
+    return ", ".join(f"{key}: {written(value)}" for key, value in keys.items())
 
 
 def plotted(study: Study, rows: pd.DataFrame) -> list[str]:
