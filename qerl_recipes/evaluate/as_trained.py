@@ -139,20 +139,15 @@ def command(run: str | Path, state: Mapping[str, Any]) -> str:
     recipe = state.get("recipe") or {}
     words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
     words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks", _task_of(run, recipe)]
-    if acting(recipe) and has_data(recipe) and not (Path(run) / HELD_OUT).is_file():
+    if acting(recipe) and recipe.get("dataset_name") and not (Path(run) / HELD_OUT).is_file():
         words += ["--problems", PROBLEMS]
     return shlex.join([*words, "--output_dir", f"{run}/evaluation"])
-
-
-def has_data(recipe: Mapping[str, Any]) -> bool:
-    """Return True unless an environment has its own data, so that the recipe names none."""
-    return bool(recipe.get("dataset_name"))
 
 
 def needs_held_out(run: str | Path, recipe: Mapping[str, Any]) -> bool:
     """Return True if a file ``HELD_OUT`` in the run's folder, and no other, would give ``command`` a task."""
     if acting(recipe):
-        return has_data(recipe)
+        return bool(recipe.get("dataset_name"))  # without one, an environment has data of its own
     is_judged = not JUDGED_BY.keys().isdisjoint(recipe.get("reward_funcs") or ())
     return is_judged and _task_of(run, recipe) == UNKNOWN
 

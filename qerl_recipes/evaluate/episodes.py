@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
-from qerl_recipes.evaluate.as_trained import HELD_OUT, acts_as_in, has_data
+from qerl_recipes.evaluate.as_trained import HELD_OUT, acts_as_in
 from qerl_recipes.evaluate.request import TOOLS, Evaluation
 from qerl_recipes.files.adapter import AdapterFolder
 from qerl_recipes.files.base_model import read_config
@@ -178,7 +178,7 @@ def _rows(name: str, evaluation: Evaluation, script: ScriptArguments, saved: Ada
     """Return a task's problems: of a file, held out by the run, or empty; raise ValueError where there are none."""
     file, most = evaluation.problems, evaluation.max_samples
     recipe = {} if saved is None else saved.recipe
-    if file is None and saved is not None and acts_as_in(name, recipe) and has_data(recipe):
+    if file is None and saved is not None and acts_as_in(name, recipe) and recipe.get("dataset_name"):
         places = [saved.path / HELD_OUT, saved.path.parent / HELD_OUT]
         if (file := next((place for place in places if place.is_file()), None)) is None:
             raise ValueError(
@@ -257,7 +257,11 @@ def play(llm: "LLM", request: "LoRARequest | None", task: Task, evaluation: Eval
     pool = [factories[0]() if factories else None for _ in rows[:AT_ONCE]]
     engine = _Engine(llm, request, evaluation, task.name)
     played: list[dict[str, Any]] = []
-    with _event_loop() as loop, tqdm(total=len(rows), desc=f"evaluating {label}", leave=False) as progress:
+    thread, loop, is_ready = start_event_loop_in_daemon(name="episodes")  # of async tools and rewards, as in TRL
+    is_ready.wait()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutdown_event_loop_in_daemon, thread, loop)
+        progress = stack.enter_context(tqdm(total=len(rows), desc=f"evaluating {label}", leave=False))
         player = Player(engine, task.tokenizer, task.options, evaluation.max_new_tokens, **task.limits, loop=loop)
         for engine.first in range(0, len(rows), AT_ONCE):
             part = rows[engine.first : engine.first + AT_ONCE]
@@ -270,17 +274,6 @@ def play(llm: "LLM", request: "LoRARequest | None", task: Task, evaluation: Eval
         columns["room"] = min(columns["room"])
         problems.append(Played(str(number), columns.pop("seed")[0], columns.pop("prompt")[0], **columns))
     return problems
-
-
-@contextlib.contextmanager
-def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run the event loop of async tools and rewards in a thread, as TRL does."""
-    thread, loop, is_ready = start_event_loop_in_daemon(name="episodes")
-    is_ready.wait()
-    try:
-        yield loop
-    finally:
-        shutdown_event_loop_in_daemon(thread, loop)
 
 
 def _played(

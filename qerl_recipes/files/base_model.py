@@ -1,5 +1,6 @@
 """Find the checkpoint that a command names by folder or by model id, and read its config.json."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ def local_folder(base: str | Path, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder.absolute()
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return Path(snapshot_download(str(base), revision=revision, allow_patterns=WANTED))
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{base}: there is no such folder, and no such model could be fetched from the Hugging Face hub"
             f" ({type(error).__name__}); give the folder of a checkpoint, or a model id where the hub can be reached"
@@ -47,10 +47,17 @@ def known_config(name: str | Path, revision: str | None = None) -> dict[str, Any
     For models that recipes/ name, a built-in copy of the sizes is used. Returns None for any other model that the hub's
     cache does not hold. Raises OSError or ValueError for a folder whose config.json cannot be read.
     """
-    folder = Path(name).expanduser()
-    file = folder / "config.json" if folder.is_dir() else _cached_config(str(name), revision)
-    if file is not None:
-        return json.loads(file.read_text(encoding="utf-8"))
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    folder, file = Path(name).expanduser(), None
+    if folder.is_dir():
+        file = str(folder / "config.json")
+    else:
+        with contextlib.suppress(HFValidationError):
+            file = try_to_load_from_cache(str(name), "config.json", revision=revision)
+    if isinstance(file, str):
+        return json.loads(Path(file).read_text(encoding="utf-8"))
     if str(name) in BY_MODEL_ID and revision in (None, "main"):
         return dict(BY_MODEL_ID[str(name)])
     return None
@@ -59,27 +66,15 @@ def known_config(name: str | Path, revision: str | None = None) -> dict[str, Any
 def read_config(name: str | Path, revision: str | None = None) -> dict[str, Any]:
     """Return ``known_config``, or else the config.json of a model on the hub; raise ValueError if there is neither."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         config = known_config(name, revision)
         if config is None:
             file = hf_hub_download(str(name), "config.json", revision=revision)
             config = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{name}: no config.json in a folder of that name or on the Hugging Face hub ({type(error).__name__}); give"
             " the folder of a checkpoint"
         ) from error
     return config
-
-
-def _cached_config(model_id: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model_id, "config.json", revision=revision)
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None
