@@ -215,8 +215,7 @@ class SavingTrainer(GRPOTrainer):
     ) -> Any:
         """Upload adapter, tokenizer and card, and a ``checkpoint`` to resume from, as one commit.
 
-        transformers would upload all of output_dir, which names folders of this machine. What goes is written to
-        ``output_dir/hub`` first, because later saves may delete the checkpoint before the upload ends.
+        It is written to ``output_dir/hub`` first, because later saves may delete the checkpoint before the upload ends.
         """
         if not self.is_world_process_zero():
             return None

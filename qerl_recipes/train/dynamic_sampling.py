@@ -59,8 +59,7 @@ def judged_by(
 ) -> torch.Tensor:
     """Return the value by which dynamic sampling compares completions: (completions,), NaN where there is none.
 
-    It is the column of ``per_reward: (completions, rewards)`` that ``metric`` names, or for ``total`` their weighted
-    sum. None means accuracy if ``names`` have it, else the sum.
+    It is the column of ``per_reward`` that ``metric`` names, or the weighted sum; None means accuracy if there is one.
     """
     if metric is None:
         metric = DEFAULT_METRIC if DEFAULT_METRIC in names else TOTAL
@@ -93,9 +92,8 @@ def refill(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Replace the groups of ``batch`` without signal by fresh prompts of ``stream``, in at most ``max_rounds`` rounds.
 
-    Returns this process's batch, and the counts to log. ``judged`` covers all ``ranks`` processes, whose groups are
-    numbered rank after rank: fresh prompts do not depend on how many there are. ``score(rows)`` returns TRL's batch of
-    this process's completions, and what ``judged_by`` returns for those of all.
+    Returns this process's batch, and the counts to log. ``judged`` covers all ``ranks``, whose groups are numbered rank
+    after rank. ``score(rows)`` returns TRL's batch of this process, and what ``judged_by`` returns for those of all.
     """
     groups = len(batch["advantages"]) // num_generations
     first_group = rank * groups

@@ -1,12 +1,7 @@
 """Compute what the loss needs of one micro-batch, and measure it: functions over tensors.
 
 B is the number of completions in a micro-batch, C the length of the longest. TRL's ``_compute_loss`` multiplies, clips
-and sums.
-
-**Parts** of a micro-batch have a forward and a backward of their own. For each, TRL computes the loss of the whole
-micro-batch, in which the log-probabilities of other parts have no gradient. So the gradients of all parts add up to
-that of the whole, whatever TRL divides by. With the last part all numbers are known: loss and metrics are the whole's,
-too.
+and sums. ``train.parts`` says what parts of a micro-batch are.
 
 **Importance weights** say how the trainer's log-probabilities differ from those that the engine sampled with. Where a
 rollout serves one step they come from the loss's own forward, which saves a sixth of a GRPO step of a 7B model. Where
@@ -57,10 +52,9 @@ class Measured:
 class MicroBatch:
     """Hold one micro-batch of completions; tensors are (B, C) unless they say otherwise.
 
-    ``mask`` is 1 where the policy sampled the token and it counts in the loss. ``sampled`` are the engine's
-    log-probabilities, NaN where it has none. ``old`` are the trainer's from before the first step of a rollout that
-    serves several. ``advantages`` are (B,), ``lengths: (B,)`` the tokens of prompt and completion. ``skipped: (B,)``
-    marks rows that are not computed, and is None if all are.
+    ``mask`` is as ``mask_of`` returns it. ``sampled`` are the engine's log-probabilities, NaN where it has none,
+    ``old`` the trainer's from before the first step of a rollout that serves several. ``advantages`` and ``lengths``,
+    of prompt and completion, are (B,). ``skipped: (B,)`` marks rows that are not computed.
     """
 
     mask: torch.Tensor
@@ -107,10 +101,9 @@ def mask_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Say how the log-probabilities of one policy are computed.
+    """Say how log-probabilities are computed, in packed rows of ``pack_tokens``; 0 keeps TRL's padded batch.
 
-    ``pack_tokens`` is the number of tokens of a packed row; 0 keeps TRL's padded batch. ``splits`` says whether each
-    packed row, or as many padded ones as have ``FAST_TOKENS``, is a part. ``half`` is for a float16 model.
+    With ``splits`` each packed row, or as many padded ones as have ``FAST_TOKENS``, is a part. ``half`` is for float16.
     """
 
     pack_tokens: int
@@ -139,10 +132,9 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class Part:
-    """Hold the completions of a micro-batch that have a forward and a backward of their own.
+    """Hold the completions of one part: ``packed`` rows, or ``padded: (b,)`` rows of the batch.
 
-    They are ``packed`` rows, or ``padded: (b,)`` rows of the batch. ``pending: (B,)`` marks those of later parts, if
-    any.
+    ``pending: (B,)`` marks those of later parts, if any.
     """
 
     packed: Sequence[PackedRow] = ()
@@ -309,10 +301,8 @@ def log_ratio(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> torch
 def staleness(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> Sums:
     """Measure how far the policy has moved since the first step of its rollout; empty if that serves one step.
 
-    ``STALENESS`` is the distance in nats, over the computed tokens, of ``logps: (B, C)`` from those before the first
-    step, or with ``overlap`` from the engine's. ``STALE_CLIPPED`` is the share of sampled tokens, or of sequences, that
-    the loss clips at 1 - epsilon and 1 + epsilon_high. TRL's ``clip_ratio/region_mean`` is a mean over micro-batches. A
-    loss that does not clip so has none.
+    ``STALENESS`` is the distance of ``logps: (B, C)`` from those before that step, or with ``overlap`` from the
+    engine's. ``STALE_CLIPPED`` is the share of sampled tokens, or of sequences, that the loss clips.
     """
     before = batch.sampled if args.overlap else batch.old
     if before is None:

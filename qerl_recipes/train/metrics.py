@@ -3,10 +3,8 @@
     {"step": 7, "loss": 0.01, "reward": 0.4, "rewards/accuracy/mean": 0.3, ...}
     {"step": 7, "eval/problems": 512, "eval/reward": 0.45, "eval/rewards/accuracy/mean": 0.35, ...}
 
-Each optimizer step has a line of the first kind, whatever the logging interval. Each evaluation on held-out problems
-has one of the second, whose ``step`` is the number of steps done. The main process writes its own speeds and times; all
-else is over all processes. ``train_tokens_per_s`` counts the tokens that went through forward and backward, over the
-step's time without the rollout.
+Each optimizer step has a line of the first kind, each evaluation on held-out problems one of the second. Speeds and
+times are the main process's; all else is over all processes. ``train_tokens_per_s`` leaves the rollout's time out.
 
 Two figures of a rollout are measured anew, because TRL 1.16 computes something else than their names say:
 
@@ -15,10 +13,8 @@ Two figures of a rollout are measured anew, because TRL 1.16 computes something 
 * ``completion_clipped`` is the share of completions that were cut off. TRL also counts those that ``stop`` or
   ``stop_token_ids`` ended, and leaves out episodes whose tokens ran out with a call open.
 
-With tools, a rollout's line also has the means of ``tool_calls`` and ``turns`` of an episode, the shares
-``tool_failures`` of calls that failed and ``episodes_cut`` of episodes whose tokens ran out with a call open, and
-``tool_seconds``, the main process's. ``environments_lost`` is how many processes of ``environment_python`` died or hung
-in an episode, with those in tool calls.
+With tools, a line also has the means of ``tool_calls`` and ``turns`` of an episode, and the shares ``tool_failures`` of
+calls that failed and ``episodes_cut`` of episodes whose tokens ran out with a call open.
 """
 
 import json
@@ -123,9 +119,8 @@ class StepSums:
 class StepValues:
     """Hold what the trainer notes during one optimizer step, in this process.
 
-    ``rollout_seconds`` went into generating and scoring, or into waiting for a rollout in flight. ``loss`` is the sum
-    over micro-batches, whose losses TRL has divided where needed; at the end it is the mean over all processes.
-    ``logged`` counts the values that each metric of TRL's log had before the step.
+    ``loss`` is the sum over micro-batches, at the end the mean over all processes. ``logged`` counts the values that
+    each metric of TRL's log had before the step.
     """
 
     began: float = 0.0
@@ -174,8 +169,8 @@ def frac_reward_zero_std(
 ) -> float:
     """Return the share of groups in which no completion has an advantage over another.
 
-    ``per_reward`` is (completions, rewards), with NaN for a missing value; they are compared by the sum weighted by
-    ``weights: (rewards,)`` or, unless ``is_summed``, by each reward whose weight is not 0.
+    ``per_reward`` is (completions, rewards), NaN for none. Compared are weighted sums, or each reward that has a
+    weight.
     """
     if is_summed:
         columns = [judged_by(per_reward, weights, (), TOTAL)]

@@ -70,11 +70,9 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Hold a row of the table: ``stage`` measures delta with this part on, ``added`` what the part adds to delta.
+    """One row of the table: ``stage`` measures delta with this part on, ``added`` what the part adds to delta.
 
-    ``ratio`` is the part's effect on the engine's log-probabilities over its effect on the trainer's, and
-    ``ratio_error`` its standard error, large where the part does little. Both are None for parts other than adapter and
-    noise, and where one side does not change.
+    ``ratio``, of adapter and noise alone, is the part's effect in the engine over that in the trainer.
     """
 
     name: str
@@ -276,10 +274,10 @@ def _ratio(
 ) -> tuple[float, float] | tuple[()]:
     """Fit a line through zero with errors on both sides; return its slope and standard error, or () without a slope.
 
-    Both sides round. Ordinary least squares takes one side as exact, and would find a correct adapter a few per cent
-    too weak. The standard error is a jackknife over completions (``lengths``), within which tokens depend on each
-    other; NaN of a single one. Sources: W. E. Deming, Statistical Adjustment of Data (1943), with errors of equal size;
-    B. Efron, The Jackknife, the Bootstrap and Other Resampling Plans (1982), chapter 3.
+    Ordinary least squares takes one side as exact, and would find a correct adapter a few per cent too weak. The error
+    is a jackknife over completions (``lengths``), within which tokens depend on each other. Sources: W. E. Deming,
+    Statistical Adjustment of Data (1943); B. Efron, The Jackknife, the Bootstrap and Other Resampling Plans (1982),
+    chapter 3.
     """
     y, x = of_engine.double(), of_trainer.double()
     of_tokens = torch.stack((x * x, y * y, x * y), dim=1)

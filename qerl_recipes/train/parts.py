@@ -1,7 +1,8 @@
 """Let TRL compute the loss of a micro-batch part by part, on packed rows or padded ones.
 
 Each part has a forward and a backward of its own. TRL computes the loss of the whole micro-batch for each of them, with
-the log-probabilities of other completions as constants, so that the parts' gradients add up to the whole's.
+the log-probabilities of other completions as constants. So the parts' gradients add up to the whole's, whatever TRL
+divides by. With the last part all numbers are known: loss and metrics are the whole's, too.
 """
 
 from collections import defaultdict

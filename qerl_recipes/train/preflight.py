@@ -55,8 +55,7 @@ class Checked:
     """Hold a recipe that passed ``check``, and what was read on the way.
 
     ``config`` is the model's config.json, None if it has yet to be downloaded. ``rows`` are the training and held-out
-    problems before they are tokenized. ``interaction`` holds tools and environments. ``start`` is the adapter that
-    training starts from, None for a new one. ``plan`` is the memory plan, None on a CPU.
+    problems before they are tokenized. ``start`` is the adapter that training starts from. ``plan`` is None on a CPU.
     """
 
     script: ScriptArguments
@@ -93,8 +92,7 @@ def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu
     """Refuse a recipe that cannot run as it is written; nothing has been loaded or written when this raises.
 
     ``gpu`` is the GPU that the memory is planned for; None makes no plan. Replaces ``recompute_layers: -1`` and
-    ``pack_tokens: -1`` in ``training`` by the numbers that the plan settles on, or without one by None and FAST_TOKENS.
-    Reading the data set may download it. Raises ConfigError with one line for each thing that is wrong, and ValueError
+    ``pack_tokens: -1`` in ``training``. Raises ConfigError with one line for each thing that is wrong, and ValueError
     for a run that does not fit the GPU.
     """
     problems = [*checks.problems(script, training, model), *server_problems(training), *unknown_names(training)]
@@ -142,9 +140,8 @@ class ResumePoint(NamedTuple):
 def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint | None:
     """Return where the run goes on; None for a new run. Hold the lock on its output folder.
 
-    ``recipe`` is what ``run_state.recorded`` returned. Raises CheckpointMismatch for a folder that is not whole, is of
-    another recipe, or ended in the middle of a rollout. It is also raised where a new run would mix its files with
-    those of an earlier one. Raises ValueError for a damaged line of metrics.jsonl, which the run would cut back.
+    Raises CheckpointMismatch for a folder that is not whole, is of another recipe (``run_state.recorded``), or ended in
+    the middle of a rollout, and where a new run would mix its files with those of an earlier one.
     """
     if (folder := run_state.starting_point(training.output_dir, training.resume_from_checkpoint)) is None:
         return None
@@ -166,8 +163,7 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
 def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
     """Return the whole description of a run; the model may be downloaded, and nothing has been loaded.
 
-    Raises ConfigError for a model, an adapter or prompts that do not fit the recipe, and CheckpointMismatch if
-    ``resume`` or the adapter to start from is of another run or base.
+    Raises ConfigError for what does not fit the recipe, and CheckpointMismatch for another run's checkpoint or base.
     """
     script, training, model, start = checked.script, checked.training, checked.model, checked.start
     name = str(model.model_name_or_path)
@@ -207,10 +203,7 @@ def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
 
 
 def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
-    """Say why the means of an evaluation on ``problems`` problems would be wrong, with the way out; or None.
-
-    TRL takes the mean over batches of what all processes compute at a time, of which the last may be small.
-    """
+    """Say why the means of an evaluation on ``problems`` would be wrong, or None: TRL averages over batches."""
     group, processes = training.num_generations_eval or training.num_generations, training.world_size
     size, completions = training.per_device_eval_batch_size, problems * group
     if completions % (size * processes) == 0:

@@ -32,9 +32,8 @@ if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has
 def main(argv: Sequence[str]) -> None:
     """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
 
-    Everything that can be refused is refused before the model loads, by a ValueError. SIGTERM ends the run after the
-    step in progress, with a checkpoint where one may be taken, and SystemExit(143). SIGINT (Ctrl-C) ends it at once,
-    says what is kept, and raises SystemExit(130).
+    SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken, and SystemExit(143).
+    SIGINT (Ctrl-C) ends it at once, says what is kept, and raises SystemExit(130).
     """
     prepare()
     training, times = None, StartTimes()

@@ -1,8 +1,6 @@
 """Train a recipe by TRL's own trainer, to compare ours with it: LoRA on BF16 weights, or all weights.
 
-The trainer is ``trl.GRPOTrainer`` as released, with vLLM in the same process, into which TRL loads all weights before
-each rollout. Prompts, rewards and every setting that TRL has are those that `qerl train` would use. A study's arm with
-the key ``trainer`` calls this.
+Prompts, rewards and every setting that TRL has are those that `qerl train` would use.
 """
 
 import os

@@ -54,9 +54,7 @@ from qerl_recipes.train.turns import TurnsTrainer
 class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback):
     """Train the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
 
-    It learns from completions that its own policy has sampled; the key ``noise_mode`` says on which side they have
-    noise. The mean difference between the log-probabilities of trainer and engine is measured in every mode. Where
-    transformers' loop has no method to override, the trainer is its own callback.
+    Where transformers' loop has no method to override, the trainer is its own callback.
     """
 
     _logs: dict[str, Any]
@@ -81,9 +79,8 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
     ) -> None:
         """Set up the trainer; ``train.preflight`` has refused combinations of ``args`` that cannot run.
 
-        ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from; ``engine`` serves
-        the same base. ``run`` and ``recipe`` are what checkpoints record. Rewards and data may be None where
-        environments have their own. Raises ValueError for tools or environments that this engine or these prompts
+        ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``run`` and
+        ``recipe`` are what checkpoints record. Raises ValueError for tools or environments that engine or prompts
         cannot take.
         """
         if tools or environment_factory:

@@ -1,7 +1,6 @@
 """Let TRL's trainer take several turns on the rollout engine: with tools, environments, or a rollout function.
 
-TRL resets environments, tokenizes and scores. The turns are those of ``rollout.episodes``, unless a rollout function
-takes the first ones.
+TRL resets environments, tokenizes and scores. The turns are those of ``rollout.episodes``.
 """
 
 import functools
