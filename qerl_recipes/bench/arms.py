@@ -111,8 +111,7 @@ def answer(begin: Callable[[Figures, Figures], Callable[[Figures, Figures], None
     """Answer the request of an ``Arm``, then carry out its orders until there are no more.
 
     ``begin`` gets the request and a dict to fill with the first answer. It returns the function that carries out an
-    order, with the same arguments, or None. If work fails, the reason is sent with what was filled in. SIGTERM ends
-    this process, and comes with the end of the one that asks. What libraries print goes to the standard error.
+    order, with the same arguments, or None. If work fails, the reason is sent with what was filled in.
     """
     # not the standard input itself, which processes forked off may read or close
     orders = os.fdopen(os.dup(0), encoding="utf-8")

@@ -1,7 +1,4 @@
-"""Define the commands of ``qerl bench``.
-
-Each calls the function that does the work. That of `scale`, and the scripts of `kernels`, lie beside the kernels.
-"""
+"""Define the commands of ``qerl bench``; those for the kernels lie beside them, in a checkout."""
 
 import contextlib
 import json

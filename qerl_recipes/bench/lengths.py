@@ -1,9 +1,8 @@
 """Give the completions of a rollout different lengths, as those of a reasoning model have.
 
-Most end early, a few go on to the limit, and the engine works on few sequences for a large part of the time. The
-default follows arXiv 2507.19766 (UloRL): with a limit of 128k tokens, 80 % of the completions end within 64k. Of the
-default's, 80 % end within half of its limit of 4,096, and 4 % reach the limit. The article gives no density: that it is
-log-normal, with a mean of 1,440 before lengths are cut, is chosen here.
+The default follows arXiv 2507.19766 (UloRL): with a limit of 128k tokens, 80 % of the completions end within 64k. Of
+the default's, 80 % end within half of its limit of 4,096, and 4 % reach the limit. The article gives no density: that
+it is log-normal, with a mean of 1,440 before lengths are cut, is chosen here.
 """
 
 import json
@@ -22,9 +21,9 @@ SEED = 0
 def draw(chosen: str, count: int) -> list[int]:
     """Draw ``count`` lengths in tokens, the same on every call; raise ValueError where that is not possible.
 
-    ``chosen`` is ``lognormal:MEAN,SIGMA,MAX``, or the name of a file. MEAN is that of the distribution before lengths
-    above MAX are cut to it, and SIGMA the standard deviation of a length's natural logarithm. The file has a number of
-    tokens in each line, or one JSON list of them; each is drawn once at most.
+    MEAN is that of the distribution before lengths above MAX are cut to it, and SIGMA the standard deviation of a
+    length's natural logarithm. A file has a number of tokens in each line, or one JSON list of them; each is drawn once
+    at most.
     """
     chosen, generator = DEFAULT if chosen == "lognormal" else chosen, random.Random(SEED)
     if not chosen.startswith("lognormal:"):

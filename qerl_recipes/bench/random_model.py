@@ -1,7 +1,6 @@
 """Make models of random weights in a given shape: an engine, an adapter, a checkpoint. Nothing is downloaded.
 
-Checkpoints are drawn on the GPU where there is one. The BF16 and the NVFP4 checkpoint of one seed hold the same
-weights: the second is the first, rounded to nearest.
+The NVFP4 checkpoint of one seed holds the BF16 one's weights, rounded to nearest.
 """
 
 import errno

@@ -1,13 +1,11 @@
-"""Measure a rollout's tokens per second, NVFP4 with an adapter on beside stock vLLM: ``qerl bench rollout``.
+"""``qerl bench rollout``: tokens per second of the engine, NVFP4 with an adapter on against stock vLLM in BF16.
 
-Weights are random and of the real shapes, so nothing is downloaded, and every completion has its full length. As in
-training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
+As in training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
 their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
 
-Arms run one after the other. With ``--interleave`` all engines are there at once and each case is repeated arm by arm,
-so that what changes about the GPU meanwhile changes for all of them. One arm works at a time, and the others wait
-without a processor; workers of an engine on several GPUs do so from a second after their last
-work on (vLLM's ``SpinCondition``).
+With ``--interleave`` what changes about the GPU meanwhile changes for all arms. One works at a time, and the others
+wait without a processor; workers of an engine on several GPUs do so from a second after their last work on (vLLM's
+``SpinCondition``).
 """
 
 import functools
@@ -61,8 +59,7 @@ def run(
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
     The command's help says what the options are. Each ``rank`` takes an engine of its own: a smaller adapter in the
-    same engine would be filled up with zeros and take as long. An arm that fails is in the result with its reason, and
-    the others go on. Raises ValueError for an unknown shape or arm and for what this machine cannot measure.
+    same engine would be filled up with zeros. An arm that fails is in the result with its reason, and the others go on.
     """
     check_shape(shape)
     check_gpus(tensor_parallel_size)
@@ -173,8 +170,8 @@ def take_turns(
 ) -> None:
     """Start the arms, all at once, and measure every case with each of them, ``repeats`` times in turn.
 
-    ``requests`` maps an arm's name to what ``module`` is asked. ``note`` is called with its name and a piece of its
-    figures: what it answers when it is ready, a ``case``, ``prefill``, or why it ``failed``.
+    ``note`` is called with an arm's name and a piece of its figures: what it answers when it is ready, a ``case``,
+    ``prefill``, or why it ``failed``.
     """
     with ExitStack() as stack:
         arms: dict[str, Arm] = {}

@@ -1,8 +1,7 @@
-"""Measure how long a change of policy takes, adapter and noise, by each way to an engine: ``qerl bench swap``.
+"""``qerl bench swap``: how long a change of policy takes, adapter and noise, by each way to an engine.
 
-Weights and adapter are random and of the real shapes, so nothing is downloaded. The adapter is in fp32, as it is
-trained. Before each change prompts have filled a part of the prefix cache, which the change empties; a server's cache
-is empty. Engines elsewhere and servers have the plugin's scheduler, as its README tells their users.
+The adapter is random and in fp32, as it is trained. Before each change prompts have filled a part of the prefix cache,
+which the change empties; a server's cache is empty. Engines elsewhere and servers have the plugin's scheduler.
 """
 
 import functools

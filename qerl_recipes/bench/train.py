@@ -1,11 +1,7 @@
-"""Time a whole GRPO step, rollout to optimizer, in each arm of an experiment: ``qerl bench train``.
+"""``qerl bench train``: a whole GRPO step, rollout to optimizer, in each arm of an experiment.
 
 Weights are random and of the real shapes, so nothing is downloaded. Prompts are random characters, every completion has
 its full length, and rewards are random numbers that depend on the completion alone: the work is the same in all arms.
-Each runs in a process of its own, one after the other.
-
-``trl_stock`` is TRL's own trainer (``trl_arm``). In ``fp8_rollout`` the engine is FP8 and made anew of the merged
-weights before each rollout (``train_arm.FP8Rollouts``); the trainer is that of bf16, with truncated importance weights.
 
 With ``--config`` the recipe is one of ``qerl train``: only checkpoint, data, reward and output are the benchmark's.
 """
@@ -209,10 +205,9 @@ def run(
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every arm, print the table, and write it to ``output`` as JSON.
+    """Measure every arm, print the table, and write it to ``output`` as JSON; what fails is there with its reason.
 
-    ``memory`` (bytes) limits what all processes together may hold of the GPU. An arm that fails is in the result with
-    its reason. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
+    ``memory`` (bytes) limits what all processes together may hold of the GPU.
     """
     from qerl_recipes.bench.random_model import check_disk
 

@@ -1,8 +1,6 @@
-"""Time one arm of ``qerl bench train`` in a process of its own.
+"""Time one arm of ``qerl bench train`` in a process of its own, by the steps of ``qerl train``.
 
-The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps, but for the engine of
-arm ``fp8_rollout``, which takes over merged weights. This module is also the plugin that offers the recipe's data set,
-reward and FP8 engine.
+This module is also the plugin that offers the recipe's data set, reward and FP8 engine.
 """
 
 import json

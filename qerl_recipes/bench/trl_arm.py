@@ -1,8 +1,7 @@
 """Time steps of stock TRL: arm ``trl_stock`` of ``qerl bench train``, in a process of its own.
 
-The trainer is TRL's own class, built as TRL's script for GRPO builds it: the frozen base in BF16, PEFT's LoRA, and vLLM
-in the same process, into which TRL loads all weights with the adapter merged before each rollout. Nothing of this
-project takes part in a step but prompts and reward. The clock is read around TRL's methods.
+The trainer is built as TRL's script for GRPO builds it, and nothing of this project takes part but prompts and reward.
+The clock is read around TRL's methods.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Read the texts on which GPTQ and AWQ are calibrated, and make some of a model's own answers.
 
-The texts are JSON lines with a key "text" and, if known, "input_ids". ``qerl calibration-texts`` makes them where
-nothing better is at hand. GPTQ then rounds the weights for the inputs that training will give them: the recipe's
-prompts, and the BF16 model's answers to them.
+The texts are JSON lines with a key "text" and, if known, "input_ids". With own answers GPTQ rounds the weights for the
+inputs that training will give them.
 """
 
 import json
@@ -38,9 +37,8 @@ def write_own_answers(
 ) -> str:
     """Write a model's answers to the first ``samples`` training problems of a recipe; return a summary in one line.
 
-    The model samples as the rollouts do, without an adapter and in the recipe's dtype; the engine shares the GPU with
-    no trainer. ``output`` gets a JSON line for each problem: ``text``, prompt and answer as the model sees them, and
-    its ``input_ids``. Raise ValueError or OSError before the engine starts for what cannot be asked or written.
+    The model samples as the rollouts do, without an adapter and in the recipe's dtype. ``output`` gets a JSON line for
+    each problem: ``text``, prompt and answer as the model sees them, and its ``input_ids``.
     """
     if samples < 1:
         raise ValueError(f"--samples is {samples}; it must be at least 1")
@@ -120,7 +118,6 @@ def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int
     """Read the first ``samples`` texts (None: up to 256) -> (rows of token ids, counts).
 
     A line's "input_ids" are its tokens, or else ``tokenizer``'s. Empty texts are dropped, others cut to 2048 tokens.
-    Raise ValueError, naming file and line, for a line without a text, or with "input_ids" of another, and for too few.
     """
     total = sum(1 for _ in numbered(path))
     if samples is not None and samples > total:

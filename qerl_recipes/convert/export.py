@@ -1,8 +1,6 @@
-"""Write a trained adapter as a self-contained folder, or merge it into its base: ``qerl export``.
+"""``qerl export``: write a trained adapter as a self-contained folder, or merge it into its base.
 
-Without ``merge`` the folder holds what PEFT and stock vLLM read, trained norms, the chat template, a card, and a state
-file that names the base. With ``merge`` it is an ordinary BF16 checkpoint: the merged policy differs from the trained
-one by rounding each weight to BF16 once more.
+A merged policy differs from the trained one by rounding each weight to BF16 once more.
 """
 
 import json
@@ -42,8 +40,7 @@ def export(
     """Write the adapter folder ``adapter`` to ``destination``, whole or not at all, and return the destination.
 
     ``base`` is the base's present folder or model id, by default the one trained on. ``name`` is the adapter's in the
-    card's commands. Raise ValueError for an adapter that is damaged, or not of this base, and for ``merge`` of NF4 or
-    with a ``name``; FileExistsError for a destination that is not empty, unless ``overwrite``.
+    card's commands. Raise ValueError for an adapter that is damaged, or not of this base.
     """
     if merge and name is not None:
         raise ValueError(

@@ -1,8 +1,5 @@
 """Write the model of a GGUF file as a BF16 checkpoint, where there is no model hub: ``qerl import-gguf``.
 
-    cat part*.bin > model.gguf    # if it came in parts
-    qerl import-gguf model.gguf runs/models/NAME
-
 transformers reads weights and chat template. The special tokens and the splitting of text, of which its reader takes
 over a part, are set from the file. GGUF files hold rounded weights, so the checkpoint is not the one released.
 """
@@ -39,9 +36,8 @@ the checkpoint that the model's authors released.
 def import_gguf(file: Path, destination: Path, *, overwrite: bool = False) -> Path:
     """Write the model in ``file`` to ``destination`` as BF16 safetensors with tokenizer and chat template.
 
-    An embedding and a head that are two roundings of one matrix are tied to the finer one. Raise ValueError if the
-    package gguf is missing, or for a file that is no whole GGUF file or of another architecture or tokenizer. Raise
-    FileExistsError for a destination that is not empty, unless ``overwrite``.
+    Raise ValueError if the package gguf is missing, or for a file that is not whole or of another architecture or
+    tokenizer, and FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError("reading GGUF files needs the package gguf: pip install gguf")

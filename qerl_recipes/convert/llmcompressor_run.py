@@ -1,7 +1,6 @@
-"""Run llmcompressor's calibrated methods in a Python environment of their own.
+"""Run llmcompressor's calibrated methods in a Python environment of their own, in the user's cache folder.
 
-llmcompressor 0.14 pins another compressed-tensors than vLLM does, so the two cannot share an environment. pip makes the
-other one once, in the user's cache folder; the current environment stays as it is.
+llmcompressor 0.14 pins another compressed-tensors than vLLM does, so the two cannot share an environment.
 """
 
 import json
@@ -27,9 +26,7 @@ TAIL_LINES = 15
 def run(
     source: Path, destination: Path, *, method: str, ignore: Sequence[str], rows: Sequence[Sequence[int]], device: str
 ) -> None:
-    """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
-
-    ``rows`` are the token ids of each calibration text. ``device`` is cpu, cuda or cuda:N.
+    """Quantize the folder ``source`` into the existing, empty folder ``destination``; ``rows`` are token ids of texts.
 
     Raise ValueError if there is no such GPU, and RuntimeError with the program's last lines if it fails.
     """

@@ -1,9 +1,9 @@
 """Pack a checkpoint: choose the tensors that become NVFP4, find their tensor scales, and write the shards.
 
-The model class that config.json names is built on the meta device. Its ``nn.Linear`` modules are packed, except the
-output head, the routers of a mixture of experts, and those that the family keeps in BF16 (``families.KEPT``). Experts
-are packed, too: transformers holds them in ``experts.gate_up_proj (E, 2I, H)`` and ``experts.down_proj (E, H, I)``,
-checkpoints in ``experts.<e>.gate_proj.weight`` and so on.
+The ``nn.Linear`` modules of the model's class are packed, except the output head, the routers of a mixture of experts,
+and those that the family keeps in BF16 (``families.KEPT``). Experts are packed, too: transformers holds them in
+``experts.gate_up_proj (E, 2I, H)`` and ``experts.down_proj (E, H, I)``, checkpoints in ``experts.<e>.gate_proj.weight``
+and so on.
 
 Packing takes two passes, with one tensor in memory at a time. The first finds the largest magnitude of each weight,
 because q/k/v share a tensor scale, as do gate/up, and their parts may lie in different shards. FP16 and FP32 tensors of
@@ -51,9 +51,8 @@ class Plan:
 def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
     """Plan a checked, unquantized checkpoint; ``ignore`` holds module names and ``re:`` patterns.
 
-    Raise CheckpointError for a model that transformers does not know, that reads more than text, or that has no linear
-    layer to pack. Also raise it if a layer's name or shape is not the checkpoint's, or a pattern matches no linear
-    layer or splits a fused group. A packed layer must be BF16, FP16 or FP32, with a multiple of 16 columns.
+    Raise CheckpointError for a model without a layer to pack, a layer that is not the checkpoint's or cannot be packed,
+    and a pattern that matches no linear layer or splits a fused group.
     """
     if reason := of_images(report.config):
         raise CheckpointError(f"{report.folder}: {reason}")

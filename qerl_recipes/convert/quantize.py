@@ -100,17 +100,11 @@ def quantize_checkpoint(
 
     ``source`` is a folder or a model id of the hub, whose FP16 and FP32 weights are rounded to BF16 first. NVFP4
     weights in another form (ModelOpt, W4A4, mixed with FP8) are rewritten with the same codes and scales, FP8 layers in
-    BF16.
+    BF16. The command's help says what the options are.
 
-    * ``method``: ``rtn`` rounds to nearest; ``gptq`` and ``awq`` run llmcompressor on the first ``calibration_samples``
-      (256) texts of ``calibration``, each up to 2048 tokens.
-    * ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only).
-    * ``device``: ``cpu``, ``cuda`` or ``cuda:N``, by default a GPU if there is one, and the CPU to round to nearest.
-    * ``ignore``: module names or ``re:`` patterns to keep in BF16, beside those of ``pack.make_plan``.
-
-    Return the report with the error of each layer (awq has none), also written to quantize_report.json. Warn if
-    qerl_nvfp4 refuses the model's family. Raise CheckpointError (a ValueError) for a source that cannot be quantized,
-    ValueError for options that do not fit, OSError for a destination, and RuntimeError if llmcompressor fails.
+    Return the report with the error of each layer (awq has none), also written to quantize_report.json. Raise
+    CheckpointError (a ValueError) for a source that cannot be quantized, ValueError for options that do not fit,
+    OSError for a destination, and RuntimeError if llmcompressor fails.
     """
     if device is None:
         device = "cuda" if (method, scales) != ("rtn", "amax") and torch.cuda.is_available() else "cpu"

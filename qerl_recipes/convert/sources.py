@@ -1,10 +1,7 @@
 """Write the language model of a vision-language checkpoint as a checkpoint of its own: ``qerl text-model``.
 
-    qerl text-model Qwen/Qwen2.5-VL-7B-Instruct runs/models/Qwen2.5-VL-7B-text
-
 No weight changes, and NVFP4 weights stay NVFP4. Tensors get the names that the text model has in transformers;
-adapters, noise and trained norms use these names, too. Use ``qerl quantize`` first on a checkpoint with activation
-scales or another NVFP4 format.
+adapters, noise and trained norms use these names, too.
 """
 
 import json
@@ -33,9 +30,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def write_text_model(source: str | Path, destination: str | Path, *, overwrite: bool = False) -> Path:
     """Write the language model of ``source``, a folder or a model id, to ``destination``, and return the destination.
 
-    Raise CheckpointError for a checkpoint that is damaged, of an unknown family, quantized other than to NVFP4 weights
-    alone, or with other tensors than transformers' text model. Raise FileExistsError for a destination that is not
-    empty, unless ``overwrite``.
+    Raise CheckpointError for a checkpoint that is damaged, of an unknown family or layout, or quantized other than to
+    NVFP4 weights alone, and FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     folder, target = local_folder(source), Path(destination)
     report = inspect_folder(folder)
