@@ -185,8 +185,8 @@ def add_exactness(report: Report) -> None:
 def check_layer(device: str) -> tuple[int, int]:
     """Count the weights of one random layer by which ``device`` multiplies wrongly -> (different, all).
 
-    Each weight is read out of the device's matrix product with one-hot rows. It must equal value(code) * block scale
-    bit for bit, a product that is computed here in float64 from the format's tables.
+    Each is read out of the device's matrix product with one-hot rows, and must equal value(code) * block scale bit for
+    bit, computed here in float64 from the format's tables.
     """
     import torch
     from qerl_kernels import nvfp4

@@ -1,7 +1,4 @@
-"""Set environment variables that vLLM and torch read when they are imported.
-
-A user's own settings always win.
-"""
+"""Set environment variables that vLLM and torch read when they are imported; a user's own settings always win."""
 
 import contextlib
 import gc

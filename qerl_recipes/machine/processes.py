@@ -29,11 +29,10 @@ def inherited() -> dict[str, str]:
 def start(
     line: Sequence[str | Path], log: Path | None = None, environment: Mapping[str, str] | None = None, **options: Any
 ) -> "subprocess.Popen[bytes]":
-    """Start a process in a new session; it is asked to end if this process is killed.
+    """Start a process in a new session; it is asked to end if this process is killed. Give it to ``end`` afterwards.
 
     Its output goes into the file ``log``, or where ``options`` (of subprocess.Popen) lead it. ``environment`` is added
-    to ``inherited``, unless ``env`` in ``options`` is all of it. Give the process to ``end`` when it is no longer
-    needed. A Ctrl-C in the terminal does not reach it.
+    to ``inherited``, unless ``env`` in ``options`` is all of it. A Ctrl-C in the terminal does not reach it.
     """
     with contextlib.ExitStack() as stack:
         if log is not None:
@@ -79,10 +78,9 @@ def _members(session: int) -> list[psutil.Process]:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel ask this new process to end when the thread that started it is gone.
+    """Let the kernel ask this new process to end when the thread that started it is gone; call it in the child.
 
-    A program that was killed then leaves nothing behind that holds files, ports and GPUs. Call it in the child;
-    ``parent`` is the starter's process id.
+    A program that was killed then leaves nothing behind that holds files, ports and GPUs. ``parent`` is its process id.
     """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent was gone already, so the kernel will not ask

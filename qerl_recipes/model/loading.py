@@ -39,8 +39,8 @@ def load(
     engine that serves the same checkpoint under qerl_nvfp4, the model reads them in place and copies only the norms and
     what the engine cannot lend. Norms round like those of the arm's engine, and dropout is off.
 
-    Raises CheckpointError for a checkpoint that is damaged or of another format. Raises ValueError for a family that
-    cannot be trained (families.py), or an arm that this machine or this checkpoint does not support.
+    Raises CheckpointError for a checkpoint that is damaged or of another format, and ValueError for what cannot be
+    trained here.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -75,8 +75,7 @@ def load(
 def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[GradientCheckpointingLayer]:
     """Return the blocks that keep their activations: all after the first ``checkpointed``, or none for None.
 
-    The last blocks keep them, because their memory is free again when the first ones recompute theirs. Without a plan
-    of `qerl train`, -1 ("as few as fit") gives no blocks and a warning. Raises ValueError if there are fewer blocks.
+    The last blocks keep them, because their memory is free again when the first ones recompute theirs.
     """
     if checkpointed is None:
         return []

@@ -24,8 +24,7 @@ FLASH, BY_POSITIONS = "flash_attention_", ("sdpa", "eager", "flex_attention")
 def prepare(model: PreTrainedModel | PeftModel) -> str | None:
     """Prepare ``model`` for packed rows; return the reason if it cannot take them, else None.
 
-    A model with transformers' attention ``sdpa`` gets that of attention.py instead, which keeps the sequences of a row
-    apart. Its queries and keys are then rotated in fp32 and rounded once, as in the engine.
+    In place of transformers' attention ``sdpa`` comes that of attention.py, which keeps the sequences of a row apart.
     """
     base = _base(model)
     reason = _head_obstacle(base)
@@ -59,7 +58,6 @@ def completion_logprobs(
     """Return log-probability and entropy of every completion token, (B, C) fp32 each, 0 where there is no token.
 
     ``model`` is called once for each row, under ``autocast``; ``unwrapped`` is the same without a launcher's wrapper.
-    Both results have a gradient, whether or not ``has_entropy_gradient`` says that the entropy's is needed.
     """
     base = _base(unwrapped)
     weight = base.get_output_embeddings().weight

@@ -254,8 +254,7 @@ class FusedLora(LoraVariant):
 def install(model: torch.nn.Module, adapter: str) -> int:
     """Make every plain LoRA layer of ``model`` compute ``adapter`` by this module, and return the number of layers.
 
-    Without autocast the activations are cast to the dtype of the adapter, as by PEFT. Layers with DoRA, a LoRA bias or
-    another of PEFT's variants stay as they are.
+    Layers with DoRA, a LoRA bias or another of PEFT's variants stay as they are.
     """
     count = 0
     for module in model.modules():

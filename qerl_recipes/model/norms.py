@@ -48,9 +48,8 @@ class TrainerRMSNorm(torch.nn.Module):
 def replace(model: torch.nn.Module, *, rounded: bool) -> int:
     """Replace every RMSNorm of ``model`` by a TrainerRMSNorm, and return the number of replaced norms.
 
-    An RMSNorm is recognized by what it computes. It has a vector ``weight``, no bias and an epsilon, and its output on
-    random input follows the definition, with its weight or with 1 + weight (Gemma). The second kind rounds once in
-    transformers and in stock vLLM, too. Raises ValueError if a module of that form computes something else.
+    An RMSNorm is recognized by what it computes, with its weight or with 1 + weight (Gemma). The second kind rounds
+    once in transformers and in stock vLLM, too. Raises ValueError if a module of that form computes something else.
     """
     replacements = []
     for name, module in model.named_modules():
@@ -101,8 +100,7 @@ def set_noise(
 ) -> int:
     """Set the noise of the target norms to sigma * z(seed, rollout, name), and return the number of target norms.
 
-    It replaces all earlier noise, and has the same bits as in the engine. Raises ValueError for a negative or
-    non-finite sigma, and for a target that names none of the norms; the noise then stays as it was.
+    It has the same bits as in the engine. Where this raises ValueError the noise stays as it was.
     """
     sigma = noise.check_sigma(sigma)
     norms = dict(named_norms(model))

@@ -49,8 +49,7 @@ class UnroundedRotation(torch.nn.Module):
 def replace_mlps(model: PreTrainedModel) -> int:
     """Replace every gated MLP of ``model`` by a GatedMLP, and return the number of replaced modules.
 
-    A gated MLP is recognized by what a small instance of its class computes. A module of that form that computes
-    something else stays as it is, with one warning for its class.
+    It is recognized by what a small instance of its class computes; others stay, with one warning for their class.
     """
     verdicts: dict[type, bool] = {}
     replacements = []

@@ -1,8 +1,7 @@
 """Share one copy of the frozen weights: the trainer's model reads those of the engine in its process.
 
-The trainer keeps its own copy only of what it cannot read there. That is the adapter, the norms (the engine's hold the
-noise), and four bytes or a few kilobytes a linear. With a warning it also copies linears that the engine holds in a
-form that cannot be cut into views.
+The trainer keeps its own copy only of what it cannot read there: the adapter, the norms (the engine's hold the noise),
+and, with a warning, linears that the engine holds in a form that cannot be cut into views.
 """
 
 import warnings
@@ -43,8 +42,7 @@ def obstacle(training: "GRPOConfig") -> str | None:
 def is_wanted(training: "GRPOConfig") -> bool:
     """Return True if the engine must start first, so that the trainer can read its weights.
 
-    Raises ValueError if ``share_weights: true`` cannot be honoured. Warns if ``share_weights`` was left open and the
-    weights of the NVFP4 arm cannot be shared; vllm_mode: server gives no warning.
+    Raises ValueError if ``share_weights: true`` cannot be honoured, and warns if it was left open and cannot.
     """
     if training.share_weights is False:
         return False
@@ -80,8 +78,8 @@ def borrow(engine: object, training: "GRPOConfig") -> "FrozenWeights | None":
 def install(model: PreTrainedModel, weights: "FrozenWeights", dtype: torch.dtype) -> set[str]:
     """Fill a model on the meta device with views of ``weights``; return the checkpoint tensors that need no reading.
 
-    ``dtype`` is that of embedding, head and activations. What the engine does not lend stays on the meta device, and a
-    warning counts such linears and names the first. Raises ValueError if a linear has another shape in the engine.
+    ``dtype`` is that of embedding, head and activations. What the engine does not lend stays on the meta device. Raises
+    ValueError if a linear has another shape in the engine.
     """
     read: set[str] = set()
     for name, module in list(model.named_modules()):
