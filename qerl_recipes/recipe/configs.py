@@ -304,7 +304,7 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
 
     Raises ConfigError (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type.
     Values that can be parsed but not honoured are left to ``train.preflight``. On a machine without a CUDA GPU,
-    ``use_cpu`` becomes true and ``bf16`` false, unless the recipe or a flag sets ``use_cpu``.
+    ``use_cpu`` becomes true, ``bf16`` and ``tf32`` false, unless the recipe or a flag sets ``use_cpu``.
     """
     flags, path = _split_config(list(argv))
     recipe, content, dropped = parser(), {}, {}
@@ -314,7 +314,7 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
     set_keys = {*content, *(flag.partition("=")[0][2:].replace("-", "_") for flag in flags if flag.startswith("--"))}
     is_without_gpu = "use_cpu" not in set_keys and not torch.cuda.is_available()
     if is_without_gpu:
-        flags += ["--use_cpu", "true", "--bf16", "false"]
+        flags += ["--use_cpu", "true", "--bf16", "false", *(("--tf32", "false") if "tf32" in set_keys else ())]
     arguments, dropped_flags = translate_flags(recipe, flags)
     refused = [line for line in {**dropped, **dropped_flags}.values() if line is not None]
     values, unparsed = recipe.parse_known_args(arguments)

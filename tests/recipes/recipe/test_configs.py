@@ -382,8 +382,8 @@ def test_tf32_outlasts_the_start_of_an_engine(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_recipe_runs_on_the_cpu(tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("output_dir: unused\nbf16: true\n")
+    recipe.write_text("output_dir: unused\nbf16: true\ntf32: true\n")
     _, training, _ = parse(["--config", str(recipe)])
-    assert training.use_cpu and not training.bf16
-    _, training, _ = parse(["--config", str(recipe), "--use_cpu", "false", "--bf16", "false"])
+    assert training.use_cpu and not training.bf16 and not training.tf32
+    _, training, _ = parse(["--config", str(recipe), "--use_cpu", "false", "--bf16", "false", "--tf32", "false"])
     assert not training.use_cpu
