@@ -103,7 +103,10 @@ def refused_by_vllm(parameters: Mapping[str, Any]) -> str | None:
             try:
                 validate_xgrammar_grammar(made)
             except refusals:  # vLLM then tries the other
-                validate_guidance_grammar(made)
+                try:
+                    validate_guidance_grammar(made)
+                except refusals as error:  # its text draws below the expression
+                    return f"the regex {made.structured_outputs.regex!r}: {' '.join(str(error).split())}"
     except refusals as error:
         return str(error)
     return None

@@ -74,7 +74,7 @@ REFUSED = [
     ('--generation_kwargs {"truncate_prompt_tokens":3}', "Unexpected keyword argument 'truncate_prompt_tok"),
     (
         "--vllm_structured_outputs_regex [0-9",
-        'vLLM takes no such SamplingParams: Grammar error: at 1(8): invalid regex "[0',
+        "vLLM takes no such SamplingParams: the regex '[0-9': Grammar error: at 1(8)",
     ),
     ('--generation_kwargs {"structured_outputs":{"regx":"a"}}', "vLLM takes no such SamplingParams: "),
     ('--generation_kwargs {"min_tokens":57}', "min_tokens must be less than or equal to max_tokens=56"),
