@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -15,7 +16,6 @@ import pandas
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-INK, FAINT, GRID = "#1f2933", "#9fb3c8", "#e4e7eb"
 # A label has the same colour in every plot of every report. Labels that are not in COLOUR_OF take OTHERS in turn.
 OTHERS = ("#0b7285", "#e67700", "#a61e4d", "#495057", "#5c940d")
 COLOUR_OF = {
@@ -24,26 +24,7 @@ COLOUR_OF = {
     "held out": "#862e9c",
 }
 SMOOTHING = 5  # steps in the running mean that is drawn over a noisy curve
-STYLE = {
-    "svg.fonttype": "none",  # text stays text, which is small, sharp and searchable
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-}
+STYLE = Path(__file__).with_name("report.mplstyle")
 
 
 @dataclass(frozen=True)
@@ -79,7 +60,7 @@ def curves(
     ``smooth`` draws the running mean over the faint raw values. ``points`` marks each value. ``stairs`` keeps a value
     until the next step, as a noise schedule does. Missing values (nan) leave a gap.
     """
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(4.6, 2.7), layout="constrained")
         axes = figure.subplots()
         marker = "o" if points or len(steps) == 1 else None  # a single point would be invisible as a line
@@ -104,7 +85,7 @@ def curves(
 
 def accuracies(title: str, rows: Sequence[Accuracy]) -> str:
     """Return an SVG of accuracies with their 95 % intervals, one bar per row, the first row on top."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(9.4, 0.9 + 0.38 * len(rows)), layout="constrained")
         axes = figure.subplots()
         several_tasks = len({row.task for row in rows}) > 1
@@ -114,7 +95,7 @@ def accuracies(title: str, rows: Sequence[Accuracy]) -> str:
         for y, row in enumerate(rows):
             axes.barh(y, row.accuracy, height=0.62, color=colour_of[row.label], alpha=0.85)
             ends = [[row.accuracy - row.low], [row.high - row.accuracy]]
-            axes.errorbar(row.accuracy, y, xerr=ends, color=INK, capsize=4, linewidth=1.3)
+            axes.errorbar(row.accuracy, y, xerr=ends, color=matplotlib.rcParams["text.color"], capsize=4, linewidth=1.3)
             axes.text(row.high + 0.012, y, f"{row.accuracy:.1%}", va="center")
         axes.set_yticks(range(len(rows)), labels)
         axes.invert_yaxis()

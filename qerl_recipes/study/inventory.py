@@ -26,7 +26,7 @@ from qerl_recipes.files.run_state import MODEL
 from qerl_recipes.files.whole_folder import write_bytes
 from qerl_recipes.recipe.keys import with_former_names
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs, possible_runs
-from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
+from qerl_vllm_plugin.adapter.folder import base_hash, trained_on
 
 TABLE = "results.csv.gz"
 TYPES = {"arm": str, "seed": int, "step": int, "metric": str, "value": float}
@@ -238,8 +238,7 @@ def plan_of(study: Study, run: Run) -> str:
 
 def base_of(trained: Path) -> str | None:
     """Return the hash of the base that an adapter or model was trained on, or None if its folder does not say it."""
-    file = trained / STATE_FILE
-    found = json.loads(file.read_text(encoding="utf-8")).get("base_hash") if file.is_file() else None
+    found = trained_on(trained)
     return None if found is None else found[:DIGITS]
 
 

@@ -34,9 +34,6 @@ def _filled(template: str, **given: Any) -> str:
 
 def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataFrame, file: Path, *options: str) -> str:
     """Return the page of a study run with ``options``: question, answer, table of the ``found``, plot, commands."""
-    tables = f"[Metrics]({CONFIGURATIONS})"
-    if len(found):
-        tables = f"[Comparisons and claims]({COMPARISONS}), [metrics]({CONFIGURATIONS})"
     return _filled(
         "page.jinja",
         title=file.stem.replace("_", " "),
@@ -50,7 +47,7 @@ def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, found: pd.DataF
         # reward and judge read the last number of an answer that does not end all the same
         cut=[_seeds_cut(arm, shares) for arm, shares in cut(values).groupby(level=0, sort=False)],
         most=percent(CUT),
-        tables=tables,
+        found=len(found),
         command=shlex.join(["qerl", "study", str(file), *options]),
     )
 

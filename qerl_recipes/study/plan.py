@@ -1,20 +1,6 @@
 """Read a study's plan from its YAML file, and list the runs that it asks for.
 
-    recipe: recipes/SmolLM2-135M-Instruct/grpo/nvfp4_lora.yaml
-    question: Does training on 4-bit weights reach the accuracy of BF16?
-    arms:
-      bf16_lora: {quantization: bf16}
-      nvfp4_lora: {quantization: qerl_nvfp4}
-    seeds: [0, 1, 2, 3, 4]
-    sweep: {key: learning_rate, values: [3.0e-5, 1.0e-4, 3.0e-4], seeds: [100, 101], common: 1.0e-4}
-    evaluations:
-      greedy: {tasks: "jsonl:held_out.jsonl", max_new_tokens: 256}
-    primary: greedy
-    comparisons: [[nvfp4_lora, bf16_lora]]
-    claims:
-    - {claim: noise adds accuracy, pair: [nvfp4_noise, nvfp4_lora], expect: higher, margin: 0.01}
-    target_reward: 0.5
-    afterwards: {two_states: 0.75, answer: "{nvfp4_lora} is right, in BF16 {bf16_lora} ({nvfp4_lora - bf16_lora})."}
+recipes/studies/qwen2.5_1.5b_gsm8k.yaml shows most keys, and smollm2_pick.yaml there what stands under ``afterwards``.
 
 An arm is the recipe with keys of its own; nothing else differs between arms. Its key ``trainer`` is no key of a recipe:
 ``trl`` has TRL's own trainer train the adapter, ``trl_all_weights`` all weights without one.
