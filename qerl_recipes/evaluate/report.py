@@ -95,6 +95,7 @@ def write(folder: str | Path) -> Path:
     rows = accuracy_rows(file, evaluation)
     metrics = [line for line in lines if not any(key.startswith("eval/") for key in line)]
     held_out = [line for line in lines if any(key.startswith("eval/") for key in line)]
+    last = [value for value in values_of(metrics, CLIPPED)[-EDGE:] if math.isfinite(value)]
     title, subtitle = _heading(folder, state, len(metrics))
     places = [place for place in (folder, folder / LAST) if (place / CONFIG).is_file() and (place / TENSORS).is_file()]
     adapters = [open_adapter(place).sha256() for place in places]  # further training may have changed them
@@ -119,7 +120,9 @@ def write(folder: str | Path) -> Path:
         ],
         too_many_cut=[*too_many_cut(evaluation), *unscored(evaluation)],
         episodes=_episodes(evaluation),
-        clipped_warning=_clipped_warning(metrics, state.get("recipe") or {}),
+        clipped=sum(last) / len(last) if last else 0,
+        most_clipped=MOST_CUT,
+        longest=(state.get("recipe") or {}).get("max_completion_length"),
         settings=_settings(folder, state, evaluation),
         how_to_train=how_to_train,
         how_to_evaluate=how_to_evaluate,
@@ -277,16 +280,6 @@ def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> 
             drawn.append(plots.curves(title, [line["step"] for line in lines], series, **options))
     # The SVG is safe to mark up: it is made here, and matplotlib has escaped its texts.
     return [Markup(svg) for svg in drawn]
-
-
-def _clipped_warning(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | None:
-    """Return a warning if more than a tenth of the completions were cut in the last steps, else None."""
-    last = [value for value in values_of(metrics, CLIPPED)[-EDGE:] if math.isfinite(value)]
-    if not last or (cut := sum(last) / len(last)) <= MOST_CUT:
-        return None
-    longest = recipe.get("max_completion_length")
-    limit = "max_completion_length" if longest is None else f"max_completion_length={longest}"
-    return f"In the last steps {cut:.0%} of the completions were cut at {limit}; rewards are of what they had written."
 
 
 def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:

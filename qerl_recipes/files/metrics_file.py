@@ -5,7 +5,6 @@ that what an older version wrote stays readable.
 """
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,6 @@ def requested_name(name: str) -> str:
     return current
 
 
-def with_current_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {current_name(name): value for name, value in record.items()}
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ``metrics.jsonl`` under today's names, oldest first; [] if there is no such file.
 
@@ -61,5 +56,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for place, step in read_lines(path, form, unfinished=False) if path.exists() else ():
         if type(step.get("step")) is not int:
             raise ValueError(f"{place} must be {form}; remove that line to see the rest")
-        steps.append(with_current_names(step))
+        steps.append({current_name(name): value for name, value in step.items()})
     return steps

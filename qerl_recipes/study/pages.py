@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
@@ -69,8 +70,9 @@ def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> lis
     shown = pd.DataFrame({"a": planned.a, "b": planned.b})
     if planned.seeds.nunique() > 1:
         shown["seeds"] = planned.seeds.astype(int)
-    bound, pairs = study.afterwards.two_states, list(zip(planned.a, planned.b, strict=True))
-    seeds = [_of_both(study, values, *pair) for pair in pairs]
+    bound = study.afterwards.two_states
+    judged = {arm: set(of_arm(values, ACCURACY, arm, study.seeds).index) for arm in (*planned.a, *planned.b)}
+    seeds = [judged[a] & judged[b] for a, b in zip(planned.a, planned.b, strict=True)]
     for metric, column in ((ACCURACY, "accuracy {}, %"), (CALLS, "calls {}")):
         for side in ("a", "b") if metric in values else ():
             of_side = zip(planned[side], seeds, strict=True)
@@ -113,12 +115,6 @@ def _how_compared(study: Study, values: pd.DataFrame) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _of_both(study: Study, values: pd.DataFrame, a: str, b: str) -> list[int]:
-    """Return the seeds that both arms have an accuracy of, over which their difference is taken."""
-    of_a, of_b = (of_arm(values, ACCURACY, label, study.seeds).index for label in (a, b))
-    return list(of_a.intersection(of_b))
 
 
 def _before_and_after(study: Study, values: pd.DataFrame, metric: str, label: str, seeds: Iterable[int]) -> str:
@@ -224,22 +220,21 @@ def overview(
         where=os.path.relpath(folder),
         run=run,
         waiting=", ".join(f"[{file.stem}]({file.name})" for file in found if file not in run),
-        significant=_significant(tables, planned) if tables else "",
+        planned=planned,
+        **_significant(tables, planned),
         claims=_claims(found, tables),
         of_claims=OF_CLAIMS,
     )
 
 
-def _significant(tables: Mapping[Path, pd.DataFrame], planned: int) -> str:
-    """Return how many planned comparisons are significant, corrected by study and over all studies."""
+def _significant(tables: Mapping[Path, pd.DataFrame], planned: int) -> dict[str, Any]:
+    """Return how many planned comparisons are significant by study, and which are if corrected over all studies."""
+    if not tables:
+        return {}
     made = pd.concat([of[of.kind == PLANNED].assign(study=file.stem) for file, of in tables.items()])
-    by_study = made[made.p_holm < ALPHA]
-    left = made[pd.Series(holm(made.p.tolist(), planned), index=made.index).to_numpy() < ALPHA]
-    names = ", ".join(f"{row.a} - {row.b} of {row.study}" for row in left.itertuples())
-    return (
-        f"{len(by_study)} of {planned} pre-registered comparisons of accuracy are significant (Holm, per study); "
-        f"corrected over all {planned}, {len(left)}{': ' if names else ''}{names}."
-    )
+    left = made[np.array(holm(made.p.tolist(), planned)) < ALPHA]
+    names = [f"{row.a} - {row.b} of {row.study}" for row in left.itertuples()]
+    return {"significant": int((made.p_holm < ALPHA).sum()), "left": names}
 
 
 def _claims(
