@@ -19,6 +19,7 @@ from qerl_recipes.evaluate.request import (
     read_problems,
 )
 from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
+from qerl_recipes.files.json_files import shown
 
 # reward of a recipe -> the local task that judges like it; the first reward of this table that a recipe uses counts
 JUDGED_BY = {
@@ -48,7 +49,6 @@ ACTING = (
 # Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
 # from the tokens; the trainer decodes tokens itself, without them.
 NOT_TAKEN = {*FIXED, *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")}
-LONGEST_SHOWN = 100  # characters of a text that are shown
 
 S = TypeVar("S", bound=Sampling)
 
@@ -127,11 +127,6 @@ def warmer_or_colder(sampling: Sampling, recipe: Mapping[str, Any]) -> list[str]
     keys = ("temperature",) if sampling.temperature == 0 else ("temperature", "top_p")
     pairs = [(key, getattr(sampling, key), recipe.get(key)) for key in keys]
     return [f"{key} {mine:g}, there {theirs:g}" for key, mine, theirs in pairs if theirs not in (None, mine)]
-
-
-def shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def command(run: str | Path, state: Mapping[str, Any]) -> str:

@@ -25,7 +25,6 @@ from qerl_recipes.evaluate.as_trained import (
     acting,
     is_of_training,
     overridden,
-    shown,
     taken_over,
     warmer_or_colder,
     without_actions,
@@ -35,7 +34,7 @@ from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
 from qerl_recipes.files.base_model import local_folder, read_config
-from qerl_recipes.files.json_files import read_object
+from qerl_recipes.files.json_files import read_object, shown
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.machine.environment import warm_compiler
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_on_cpu, engine_options

@@ -5,6 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LONGEST_SHOWN = 100  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
 
 def read_object(file: Path, way_out: str) -> dict[str, Any]:
     """Return the JSON object in a file, {} without one; raise ValueError with ``way_out`` for anything else."""

@@ -21,6 +21,7 @@ from datasets import Dataset
 from qerl_kernels.conditions import installed
 
 from qerl_recipes.files.base_model import written_name
+from qerl_recipes.files.json_files import shown
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.recipe.keys import HONOURED, TOPICS, means_of_a_micro_batch, with_current_names
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
@@ -344,7 +345,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     common = before.keys() & now.keys()
     for key in sorted(common - MAY_CHANGE - set(LENGTH)):
         if before[key] != now[key]:
-            yield f"{key} was {_shown(before[key])} and is {_shown(now[key])}"
+            yield f"{key} was {shown(json.dumps(before[key]))} and is {shown(json.dumps(now[key]))}"
     sizes = ("generation_batch_size", "gradient_accumulation_steps", "steps_per_generation")
     if common.issuperset(sizes):
         rows = [recipe[sizes[0]] * recipe[sizes[1]] // recipe[sizes[2]] for recipe in (before, now)]
@@ -366,8 +367,3 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
             follows.append(f"the noise (noise_mode: {noise})")
         if before[key] != now[key] and follows:
             yield f"{key} was {before[key]} and is {now[key]}, which {' and '.join(follows)} would follow"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -55,11 +55,9 @@ class VLLMRollouts(SeededRollouts):
 
     @property
     def version(self) -> int:
-        """Return the number of adapter swaps so far."""
         return self.policy.version
 
     def begin(self, rollout: int, sigma: float | None) -> int:
-        """Open a rollout: install the current adapter, set its noise (None: none), return the number of noisy norms."""
         self._open(rollout)
         self.sync_weights()
         if sigma is None:
@@ -72,7 +70,6 @@ class VLLMRollouts(SeededRollouts):
         return report.noisy_norms
 
     def begin_evaluation(self) -> None:
-        """Open an evaluation: install the current adapter, clear the noise, and use the same seeds every time."""
         self._seeds.open("evaluation", 0)
         self.sync_weights()
         self._clear_noise()
@@ -83,7 +80,6 @@ class VLLMRollouts(SeededRollouts):
         self._is_noisy = False
 
     def sync_weights(self) -> None:
-        """Install the trainer's adapter (and trained norms) in the engine, in memory."""
         self._wake()
         current = self._snapshot()
         self.policy.swap(current.tensors, current.config, norms=current.norms)

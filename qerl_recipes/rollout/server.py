@@ -52,7 +52,6 @@ class ServerRollouts(SeededRollouts):
         )
 
     def begin(self, rollout: int, sigma: float | None) -> int:
-        """Open a rollout: push the current adapter and its noise (None: none), and return the number of noisy norms."""
         training = self._training
         self._open(rollout)
         assert training.noise_seed is not None  # GRPOConfig sets it
@@ -60,7 +59,6 @@ class ServerRollouts(SeededRollouts):
         return self._push(noise if sigma else NO_NOISE).noisy_norms
 
     def begin_evaluation(self) -> None:
-        """Open an evaluation: push the current adapter without noise, and use the same seeds every time."""
         self._seeds.open("evaluation", 0)
         self._push(NO_NOISE)
 
