@@ -117,15 +117,10 @@ def in_bf16(config: Mapping[str, Any]) -> list[str]:
     return ["lm_head", *(name for name in matrices if ".layers." in name)]
 
 
-def size(config: Mapping[str, Any], *, packed: bool) -> int:
-    """Return the bytes of the checkpoint's tensors, the few of tensor scales left out."""
-    each = {True: 1 / 2 + 1 / nvfp4.GROUP_SIZE, False: 2.0}
-    return int(sum(prod(e.shape) * each[packed and e.linear] for e in _present(config).values()))
-
-
 def check_disk(config: Mapping[str, Any], folder: Path, kinds: set[bool]) -> None:
     """Raise OSError if a temporary ``folder`` has no room for checkpoints that are packed (True) or in BF16 (False)."""
-    needed = sum(size(config, packed=packed) for packed in kinds)
+    each, tensors = {True: 1 / 2 + 1 / nvfp4.GROUP_SIZE, False: 2.0}, _present(config).values()
+    needed = sum(prod(tensor.shape) * each[packed and tensor.linear] for packed in kinds for tensor in tensors)
     free = shutil.disk_usage(folder).free
     if needed > 0.95 * free:
         message = f"{folder.parent} has {free / GB:.1f} GB free and the checkpoints take {needed / GB:.1f} GB; "

@@ -205,10 +205,7 @@ def run(
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every arm, print the table, and write it to ``output`` as JSON; what fails is there with its reason.
-
-    ``memory`` (bytes) limits what all processes together may hold of the GPU.
-    """
+    """Measure every arm, print the table, and write it as JSON; ``memory`` (bytes) limits all processes together."""
     from qerl_recipes.bench.random_model import check_disk
 
     work.check()

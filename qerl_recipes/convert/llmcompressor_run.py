@@ -26,10 +26,7 @@ TAIL_LINES = 15
 def run(
     source: Path, destination: Path, *, method: str, ignore: Sequence[str], rows: Sequence[Sequence[int]], device: str
 ) -> None:
-    """Quantize the folder ``source`` into the existing, empty folder ``destination``; ``rows`` are token ids of texts.
-
-    Raise ValueError if there is no such GPU, and RuntimeError with the program's last lines if it fails.
-    """
+    """Quantize the folder ``source`` into the empty folder ``destination``; ``rows`` are token ids of texts."""
     visible = _visible(device)
     python = environment()
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -76,11 +77,9 @@ class QuantizeReport:
 
 def _place(name: str) -> tuple[str, str]:
     """Return row and column of a layer: ``3`` and ``mlp.experts.*.up_proj``, say."""
-    parts = name.split(".")
-    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if first is None:
+    if (found := re.search(r"(?:^|\.)(\d+)\.(.*)", name)) is None:
         return "", name
-    return parts[first], ".".join("*" if part.isdigit() else part for part in parts[first + 1 :])
+    return found[1], re.sub(r"(?<![^.])\d+(?![^.])", "*", found[2])
 
 
 def quantize_checkpoint(

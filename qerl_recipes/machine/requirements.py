@@ -44,7 +44,14 @@ def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
             "process for each with accelerate launch"
         )
     if training.vllm_mode == SERVER:
-        yield from _token()
+        try:
+            if configured_token() is None:
+                yield (
+                    f"vllm_mode: {SERVER} pushes the policy under the server's admin token; export {TOKEN_FILE}=FILE "
+                    f"or {TOKEN}, the same for server and trainer"
+                )
+        except ValueError as error:
+            yield f"vllm_mode: {SERVER}: {error}"
         return
     if training.vllm_enable_sleep_mode and training.device.type != "cuda":
         yield "vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out"
@@ -75,15 +82,3 @@ def _hub(training: GRPOConfig) -> Iterator[str]:
             first = str(error).strip().partition("\n")[0]
             endpoint = huggingface_hub.constants.ENDPOINT
             yield f"{key}: {endpoint} does not take this token ({first}); check token and network, or {way_out}"
-
-
-def _token() -> Iterator[str]:
-    """Yield what is wrong with the admin token under which the policy is pushed to a server."""
-    try:
-        if configured_token() is None:
-            yield (
-                f"vllm_mode: {SERVER} pushes the policy under the server's admin token; export {TOKEN_FILE}=FILE or "
-                f"{TOKEN}, the same for server and trainer"
-            )
-    except ValueError as error:
-        yield f"vllm_mode: {SERVER}: {error}"

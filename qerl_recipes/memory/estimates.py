@@ -113,9 +113,8 @@ def at_work(
 def _in_experts(layer: ExpertsSize, batch: MicroBatch, expands: bool, itemsize: int) -> int:
     """Return the peak bytes of one layer of experts.
 
-    Quantized experts have gate and up of all experts expanded, and gradients. First come the gradients of the outputs,
-    with three rows per token in fp32. Then, when these are free, come the gradients of the product, of gate and of up.
-    Dense experts are computed by transformers, which holds the weighted outputs in fp32 twice.
+    Quantized experts have gate and up of all experts expanded. First come the gradients of the outputs, with three rows
+    per token in fp32, then those of the product, of gate and of up. Dense ones hold the weighted outputs in fp32 twice.
     """
     if expands and layer.quantized:
         of_outputs = layer.used * layer.hidden * itemsize + 3 * FP32 * layer.hidden

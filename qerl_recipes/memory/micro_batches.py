@@ -29,10 +29,7 @@ class Trained:
         return Trained(training, length, min(prompt or length, length), min(completion, length), is_flash)
 
     def micro_batch(self, packs: int, *, at_full_length: bool = False) -> MicroBatch:
-        """Return the sizes of a micro-batch, in rows of ``packs`` tokens; 0 means padded.
-
-        The lengths of its sequences are those that need most, or with ``at_full_length`` the largest.
-        """
+        """Return the sizes in rows of ``packs`` tokens (0: padded), for lengths that need most or the largest ones."""
         if self.training.splits_by_tokens:
             return self._longest_row(packs) if packs and at_full_length else self._part(packs)
         rows = self.training.per_device_train_batch_size
@@ -78,9 +75,8 @@ class Trained:
         return MicroBatch(tokens, tokens, sequences * self.completion, 0, self.length, sequences * self.length / tokens)
 
     def _shares_prompts(self, packs: int) -> bool:
-        """Return True if all completions of a prompt are sure to share a micro-batch.
+        """Return True if all completions of a prompt are sure to share a micro-batch, though TRL shuffles them.
 
-        A packed row of them then computes the prompt once. TRL shuffles the completions of a rollout.
         ``packing.even_micro_batches`` puts whole groups together again if the rollout is one optimizer step, the loss
         is a sum over rows, and whole groups fill each micro-batch. A step with a single micro-batch needs no such loss.
         """

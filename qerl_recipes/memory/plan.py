@@ -180,9 +180,8 @@ def make(
 def _to_try(run: "_Run") -> Iterator[tuple[int, int]]:
     """Yield numbers of tokens of a packed row with numbers of recomputed blocks, the fastest first.
 
-    Recomputing all blocks takes 40 % longer, and rows of FAST_TOKENS tokens are nearly as fast as longer ones. So rows
-    become shorter down to that size, then more blocks are recomputed, then rows become shorter still. A row holds two
-    of the longest sequences as long as it can, for otherwise it may be half empty, and always one.
+    Recomputing all blocks takes 40 % longer, and rows of FAST_TOKENS tokens are nearly as fast as longer ones. A row
+    holds two of the longest sequences as long as it can, for otherwise it may be half empty, and always one.
     """
     blocks, given = _blocks_to_try(run.training, run.size), run.training.pack_tokens or 0
     if given != AS_MANY_AS_FIT:
@@ -217,7 +216,12 @@ class _Run:
         self.dtype = {"float16": "FP16", "float32": "FP32"}.get(model.dtype or "", "BF16")
         self.rank, self.targets = sizes.trained_adapter(script, model, size)
         self.engine = Engine(size, training, gpu, self.rank, self.itemsize)
-        self.sequences = estimates.sequences(training)
+        self.sequences, self.cache_tokens = (
+            estimates.sequences(training),
+            max(0, self.engine.cache) // self.engine.token,
+        )
+        # the key that determines the size of the KV cache
+        self.cache_key = SHARE_KEY if training.vllm_kv_cache_memory_bytes is None else BYTES_KEY
         # why the trainer has its own copy of the weights, or None if it reads the engine's
         self.own_copy = shared.obstacle(training)
         self.could_share = self.own_copy is None and training.share_weights is False
@@ -260,26 +264,19 @@ class _Run:
 
     def _kv_cache(self) -> Part:
         """Return the KV cache, which is freed while the trainer works if the engine sleeps then."""
-        cache, tokens = max(self.engine.cache, 0), self._cache_tokens()
+        cache, tokens = max(self.engine.cache, 0), self.cache_tokens
         held = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
         if tokens >= self.sequences * self.engine_length:
             held = f"room for all {self.sequences} sequences of {self.engine_length} tokens"
-        sleeps, key = self.training.vllm_enable_sleep_mode, self._cache_key()
+        sleeps, key = self.training.vllm_enable_sleep_mode, self.cache_key
         value = getattr(self.training, key)  # a share of the GPU, or bytes, which are shown with all digits
         lower = f"{key} below {value:g}" if key == SHARE_KEY else f"{key} below {value}"
         detail = f"rest of {key} {value:g}; {held}" if key == SHARE_KEY else f"{key}; {held}"
         return Part("KV cache", cache, 0 if sleeps else cache, detail, (lower,) if sleeps else (SLEEP, lower))
 
-    def _cache_key(self) -> str:
-        """Return the key of the recipe that determines the size of the KV cache."""
-        return SHARE_KEY if self.training.vllm_kv_cache_memory_bytes is None else BYTES_KEY
-
-    def _cache_tokens(self) -> int:
-        return max(0, self.engine.cache) // self.engine.token
-
     def problem(self) -> str:
         """Say why vLLM would not start, which takes one sequence of full length, with a way out; "" if it would."""
-        if self.training.vllm_mode == SERVER or self.engine_length <= self._cache_tokens():
+        if self.training.vllm_mode == SERVER or self.engine_length <= self.cache_tokens:
             return ""
         length, one = self.engine_length, self.engine_length * self.engine.token
         if (cache_bytes := self.training.vllm_kv_cache_memory_bytes) is not None:
@@ -301,18 +298,18 @@ class _Run:
         """Say that the engine is not in this plan, or holds too few sequences and what would change it; or ""."""
         if self.training.vllm_mode == SERVER:
             return "the server's memory is not in this plan: on this GPU its --gpu-memory-utilization comes on top"
-        fitting = self._cache_tokens() // self.engine_length
+        fitting = self.cache_tokens // self.engine_length
         if fitting == 0 or fitting >= self.sequences:  # without room for one, the problem says it
             return ""
         return (
             f"the engine holds {fitting} of {self.sequences} sequences of {self.engine_length} tokens at a time, and "
-            f"the others wait: slow; {self._cache_key()}: {self._how_many()}"
+            f"the others wait: slow; {self.cache_key}: {self._how_many()}"
         )
 
     def _how_many(self) -> str:
         """Say which cache setting holds all full sequences, or how many fit at the largest sensible share."""
         one, memory, beside = self.engine.token * self.engine_length, self.gpu.memory, self.engine.beside_cache
-        if self._cache_key() == BYTES_KEY:
+        if self.cache_key == BYTES_KEY:
             return f"{self.sequences * one} holds all {self.sequences}"
         share = math.ceil(100 * (beside + self.sequences * one) / memory) / 100
         if share <= MOST_SHARE:

@@ -35,9 +35,8 @@ def keeping_dtypes(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 class FrozenNVFP4Linear(torch.nn.Linear):
     """Compute y = x W^T + bias with W = code * block scale / divisor; only ``x`` receives a gradient.
 
-    It is a subclass of ``nn.Linear``, so that PEFT's LoRA finds and wraps it. ``weight`` is a placeholder of NaN that
-    takes no memory. It gives PEFT shape, dtype and device, and makes every attempt to merge an adapter fail instead of
-    losing the adapter.
+    It is a subclass of ``nn.Linear``, so that PEFT's LoRA finds and wraps it. ``weight`` is a placeholder of NaN, with
+    which every attempt to merge an adapter fails instead of losing the adapter.
     """
 
     def __init__(

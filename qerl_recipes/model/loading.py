@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qerl_recipes.model import families, frozen, norms, rounding, shared
 from qerl_recipes.model.frozen import FrozenNVFP4Experts, FrozenNVFP4Linear, PackedExperts
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, check_tensors, inspect_folder
-from qerl_vllm_plugin.weights.expected import experts, fused_with
+from qerl_vllm_plugin.weights.expected import fused_with
 from qerl_vllm_plugin.weights.families import kept_in_bf16
 from qerl_vllm_plugin.weights.formats import matches
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, read_tensor
@@ -97,8 +97,6 @@ def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[G
 def _load_nf4(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
     if not torch.cuda.is_available():
         raise ValueError("quantization=nf4 (bitsandbytes) needs a CUDA GPU; on this machine use qerl_nvfp4 or bf16")
-    if experts(AutoConfig.from_pretrained(folder).to_dict()):
-        raise ValueError("quantization=nf4 leaves experts in BF16; on a mixture of experts use qerl_nvfp4 or bf16")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     # transformers copies weights to the GPU in other threads, on the default stream, and quantizes them in this thread,
     # which vLLM has put on another stream. On two streams a weight's memory could be reused before the weight is read.

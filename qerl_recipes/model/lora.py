@@ -252,10 +252,7 @@ class FusedLora(LoraVariant):
 
 
 def install(model: torch.nn.Module, adapter: str) -> int:
-    """Make every plain LoRA layer of ``model`` compute ``adapter`` by this module, and return the number of layers.
-
-    Layers with DoRA, a LoRA bias or another of PEFT's variants stay as they are.
-    """
+    """Make every plain LoRA layer (no DoRA, no bias) compute ``adapter`` by this module; return their number."""
     count = 0
     for module in model.modules():
         if not isinstance(module, LoraLayer) or adapter not in module.lora_A:

@@ -34,9 +34,8 @@ class Segment(NamedTuple):
 class PackedRow:
     """Hold one packed row: its ``segments``, and ``tokens`` and ``positions``, (1, T) int64 each.
 
-    The three others, (S,) int64 each, describe the S completion tokens. ``sources`` are the indices in the row whose
-    hidden state predicts each token. ``targets`` are the tokens themselves. ``places`` are their indices in the
-    flattened (B, C) completions of the batch.
+    The others, (S,) int64 each, describe the S completion tokens: ``targets``, the indices ``sources`` in the row whose
+    hidden states predict them, and their ``places`` in the flattened (B, C) completions of the batch.
     """
 
     segments: tuple[Segment, ...]
@@ -143,9 +142,8 @@ def even_micro_batches(
 ) -> list[dict[str, Any]]:
     """Redistribute the rows of a rollout's micro-batches, so that each has about as many tokens.
 
-    ``window`` is the number of micro-batches whose gradients are accumulated for one step. Rows stay in their step, and
-    each micro-batch keeps its number of rows. Equal prompts stay together if micro-batches hold whole groups of them.
-    With ``skips_zero_advantage`` rows whose advantage is 0 count as empty, since nothing is computed for them.
+    Rows stay in their step, of ``window`` micro-batches, each of which keeps its number of rows. Equal prompts stay
+    together if micro-batches hold whole groups of them. Rows that the loss skips count as empty.
     """
     even: list[dict[str, Any]] = []
     for first in range(0, len(batches), window):

@@ -51,25 +51,23 @@ def replace_mlps(model: PreTrainedModel) -> int:
 
     It is recognized by what a small instance of its class computes; others stay, with one warning for their class.
     """
-    verdicts: dict[type, bool] = {}
-    replacements = []
-    for name, module in model.named_modules():
-        if not isinstance(module, GatedMLP) and all(
-            isinstance(getattr(module, p, None), torch.nn.Linear) for p in PARTS
-        ):
-            kind = type(module)
-            if kind not in verdicts:
-                verdicts[kind] = _is_gated_by_silu(kind, model.config)
-            if verdicts[kind]:
-                replacements.append((name, GatedMLP(module.gate_proj, module.up_proj, module.down_proj)))
-    for name, mlp in replacements:
-        model.set_submodule(name, mlp)
-    for kind in (kind for kind, is_gated in verdicts.items() if not is_gated):
+    mlps = {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, GatedMLP)
+        and all(isinstance(getattr(module, part, None), torch.nn.Linear) for part in PARTS)
+    }
+    kinds = dict.fromkeys(map(type, mlps.values()))
+    others = [kind for kind in kinds if not _is_gated_by_silu(kind, model.config)]
+    for kind in others:
         warnings.warn(
             f"{kind.__name__} is not down(silu(gate) * up): it rounds as transformers does, not as the engine",
             stacklevel=2,
         )
-    return len(replacements)
+    gated_mlps = {name: mlp for name, mlp in mlps.items() if type(mlp) not in others}
+    for name, mlp in gated_mlps.items():
+        model.set_submodule(name, GatedMLP(mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return len(gated_mlps)
 
 
 def replace_rotations(model: PreTrainedModel) -> int:

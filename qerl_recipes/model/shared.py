@@ -40,20 +40,17 @@ def obstacle(training: "GRPOConfig") -> str | None:
 
 
 def is_wanted(training: "GRPOConfig") -> bool:
-    """Return True if the engine must start first, so that the trainer can read its weights.
+    """Return True if the engine must start first, so that the trainer can read its weights; warn if it cannot.
 
-    Raises ValueError if ``share_weights: true`` cannot be honoured, and warns if it was left open and cannot.
+    ``train.preflight`` has refused ``share_weights: true`` where there is an obstacle.
     """
     if training.share_weights is False:
         return False
     from qerl_recipes.recipe.configs import SERVER
 
     reason = obstacle(training)
-    if reason is not None:
-        if training.share_weights:
-            raise ValueError(f"share_weights: {reason}; use share_weights: false")
-        if training.quantization == ARM and training.vllm_mode != SERVER:  # it implies a copy
-            warnings.warn(f"{OWN_COPY}: {reason}", stacklevel=2)
+    if reason is not None and training.quantization == ARM and training.vllm_mode != SERVER:  # it implies a copy
+        warnings.warn(f"{OWN_COPY}: {reason}", stacklevel=2)
     return reason is None
 
 

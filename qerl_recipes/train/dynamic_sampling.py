@@ -57,10 +57,7 @@ class PromptStream:
 def judged_by(
     per_reward: torch.Tensor, weights: torch.Tensor, names: Sequence[str], metric: str | None
 ) -> torch.Tensor:
-    """Return the value by which dynamic sampling compares completions: (completions,), NaN where there is none.
-
-    It is the column of ``per_reward`` that ``metric`` names, or the weighted sum; None means accuracy if there is one.
-    """
+    """Return the reward ``metric`` (None: accuracy if there is one) or the weighted sum: (completions,), may be NaN."""
     if metric is None:
         metric = DEFAULT_METRIC if DEFAULT_METRIC in names else TOTAL
     if metric != TOTAL:

@@ -28,12 +28,28 @@ from qerl_vllm_plugin.weights import overflow
 LARGEST = 3  # the largest gradient of a log-probability is scaled to below two to this power
 
 
-class HalfPrecision:
+class GradientScale:
+    """Scale the gradients of one model. Create it after its trainable ``parameters`` are settled."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.inverse: torch.Tensor | None = None  # 1 / factor of the current backward, () fp32
+        for parameter in parameters:
+            parameter.register_hook(self._unscaled)
+
+    def scaled(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the fp32 ``values`` of one micro-batch, of any shape, unchanged; their gradients are scaled."""
+        return _Scaled.apply(self, *values)
+
+    def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if self.inverse is None else gradient * self.inverse.to(gradient.dtype)
+
+
+class HalfPrecision(GradientScale):
     """Train one policy in float16; create this once the trainable parameters are final."""
 
     def __init__(self, policy: PeftModel, args: GRPOConfig) -> None:
+        super().__init__(parameter for parameter in policy.parameters() if parameter.requires_grad)
         self._policy, self._is_autocast, self._is_checked = policy, args.fp16, False
-        self._scale = GradientScale(parameter for parameter in policy.parameters() if parameter.requires_grad)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context for a forward of the model; it does nothing if ``fp16`` is off."""
@@ -51,26 +67,6 @@ class HalfPrecision:
         with nullcontext() if self._is_checked else self.watched():
             yield
         self._is_checked = True
-
-    def scaled(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the same numbers; their gradients reach the model's activations scaled."""
-        return self._scale(*values)
-
-
-class GradientScale:
-    """Scale the gradients of one model. Create it after its trainable ``parameters`` are settled."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self.inverse: torch.Tensor | None = None  # 1 / factor of the current backward, () fp32
-        for parameter in parameters:
-            parameter.register_hook(self._unscaled)
-
-    def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the fp32 ``values`` of one micro-batch, of any shape, unchanged; their gradients are scaled."""
-        return _Scaled.apply(self, *values)
-
-    def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient if self.inverse is None else gradient * self.inverse.to(gradient.dtype)
 
 
 class _Scaled(torch.autograd.Function):

@@ -132,10 +132,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class Part:
-    """Hold the completions of one part: ``packed`` rows, or ``padded: (b,)`` rows of the batch.
-
-    ``pending: (B,)`` marks those of later parts, if any.
-    """
+    """Hold the completions of one part, packed or ``padded: (b,)``; ``pending: (B,)`` marks those of later parts."""
 
     packed: Sequence[PackedRow] = ()
     padded: torch.Tensor | None = None

@@ -226,11 +226,11 @@ class SilentRollouts:
         means_line = ", ".join(f"{name} {mean:g}" for name, mean in means.items())
         why = (
             f"rewards are identical within every group (means of the last rollout: {means_line}); compare a completion "
+            "with what these rewards want (log_completions: true)"
         )
-        why += "with what these rewards want (log_completions: true)"
         if all_cut:
-            why = "all completions were cut off, and mask_truncated_completions leaves them out; raise "
-            why += f"max_completion_length ({self._args.max_completion_length})"
+            raised = f"raise max_completion_length ({self._args.max_completion_length})"
+            why = f"all completions were cut off, and mask_truncated_completions leaves them out; {raised}"
         warnings.warn(f"no learning signal in {SILENT_ROLLOUTS} rollouts: {why}", stacklevel=2)
 
 

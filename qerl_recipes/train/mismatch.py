@@ -30,6 +30,7 @@ from rich.table import Table
 from trl.trainer.utils import pad
 
 from qerl_recipes.files.adapter import AdapterFolder, open_adapter
+from qerl_recipes.model import norms
 from qerl_recipes.recipe.checks import narrowing
 from qerl_recipes.recipe.configs import SERVER, GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
@@ -38,6 +39,7 @@ from qerl_recipes.recipe.server_keys import SERVER_KEYS
 from qerl_recipes.rollout.episodes import begun
 from qerl_recipes.tasks import prompts
 from qerl_recipes.tasks.environments import COLUMN, Interaction, rendering
+from qerl_recipes.train.checkpoints import load_adapter
 
 if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
@@ -184,10 +186,7 @@ class _Sides:
     """Run engine and trainer on the same tokens; every result is (tokens,) fp32, in the same order."""
 
     def __init__(self, trainer: "QerlGRPOTrainer", saved: AdapterFolder, prompts: list[list[int]]) -> None:
-        from qerl_recipes.model import norms
-        from qerl_recipes.train.checkpoints import load_adapter
-
-        self._trainer, self._norms = trainer, norms
+        self._trainer = trainer
         self._policy = trainer.accelerator.unwrap_model(trainer.model).eval()
         self._base = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(self._policy)}
         load_adapter(self._policy, saved.path)
@@ -222,12 +221,12 @@ class _Sides:
     @torch.no_grad()
     def trainer(self, adapted: bool, sigma: float, temperature: float) -> torch.Tensor:
         trainer, policy, args = self._trainer, self._policy, self._trainer.args
-        for name, norm in self._norms.named_norms(policy):
+        for name, norm in norms.named_norms(policy):
             norm.weight.copy_((self._trained if adapted else self._base)[name])
-        self._norms.clear_noise(policy)
+        norms.clear_noise(policy)
         if sigma and args.noise_mode == "both":
             assert args.noise_seed is not None  # GRPOConfig settles it
-            self._norms.set_noise(policy, sigma, args.noise_seed, 0, args.noise_targets)
+            norms.set_noise(policy, sigma, args.noise_seed, 0, args.noise_targets)
         before, trainer.temperature = trainer.temperature, temperature
         size = args.per_device_train_batch_size
         pairs = list(zip(self._prompts, self._completions, strict=True))
@@ -315,16 +314,15 @@ def table(result: Mismatch, title: str) -> Table:
 
 def _reading(result: Mismatch, training: GRPOConfig) -> str:
     """Explain what the rows measure in this run, and which differences are in them on purpose."""
+    mode, sigma = str(training.noise_mode), f"sigma {result.sigma:g}"
+    known = {"none": "none in this run", "both": f"{sigma} on both sides"}
     lines = [
         "delta: log p of the trainer minus that of the engine, in nats, on tokens that the engine has sampled. A row "
         "has its part and those above it on.",
-        "weights: the base alone, one pass, temperature 1; adapter: with trained norms, if any;",
+        "weights: the base alone, one pass, temperature 1; adapter: with trained norms, if any; noise: "
+        f"{known.get(mode, f'{sigma} in the engine alone, as {mode} is')}; sampling: token by token, temperature "
+        f"{training.temperature:g}, as logp_diff.",
     ]
-    noise, mode = f"sigma {result.sigma:g}", str(training.noise_mode)
-    noise = {"none": "none in this run", "both": f"{noise} on both sides"}.get(
-        mode, f"{noise} in the engine alone, as {mode} is"
-    )
-    lines[-1] += f" noise: {noise}; sampling: token by token, temperature {training.temperature:g}, as logp_diff."
     if result.cut:
         lines.append(
             f"sampling is cut by {', '.join(result.cut)}: the engine's log-probabilities are of what is left "

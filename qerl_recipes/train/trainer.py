@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
-from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
-from trl import GRPOTrainer
 
 from qerl_recipes.files.run_state import Run, recorded
 from qerl_recipes.hooks import RolloutEngine, Snapshot, find
@@ -52,36 +51,29 @@ from qerl_recipes.train.turns import TurnsTrainer
 
 
 class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback):
-    """Train the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
-
-    Where transformers' loop has no method to override, the trainer is its own callback.
-    """
+    """Train the LoRA adapter on a model of ``model.loading``; where there is no method to override, by callbacks."""
 
     _logs: dict[str, Any]
 
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
-        reward_funcs: Sequence[Callable[..., Sequence[float | None]]] | None,
         args: GRPOConfig,
         train_dataset: Dataset | None,
         *,
         engine: RolloutEngine,
         run: Run,
         recipe: Mapping[str, Any] | None = None,
-        processing_class: PreTrainedTokenizerBase,
-        eval_dataset: Dataset | None = None,
-        peft_config: PeftConfig | None = None,
-        callbacks: list[TrainerCallback] | None = None,
+        reward_funcs: Sequence[Callable[..., Sequence[float | None]]] | None = None,
         tools: Sequence[Callable[..., Any]] = (),
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-        rollout_func: Callable[[list[Any], GRPOTrainer], dict[str, Any]] | None = None,
+        **others: Any,
     ) -> None:
         """Set up the trainer; ``train.preflight`` has refused combinations of ``args`` that cannot run.
 
         ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``run`` and
-        ``recipe`` are what checkpoints record. Raises ValueError for tools or environments that engine or prompts
-        cannot take.
+        ``recipe`` are what checkpoints record, ``others`` TRL's arguments. Raises ValueError for tools or environments
+        that engine or prompts cannot take.
         """
         if tools or environment_factory:
             check_turns(engine, train_dataset)
@@ -95,13 +87,9 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
                 reward_funcs=list(reward_funcs or ()),
                 args=args,
                 train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                peft_config=peft_config,
-                callbacks=callbacks,
                 tools=list(tools),
                 environment_factory=environment_factory,
-                rollout_func=rollout_func,
+                **others,
             )
         finally:
             args.use_vllm = True

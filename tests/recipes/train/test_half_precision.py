@@ -58,7 +58,7 @@ def gradients(each: float, scale: bool, half: bool) -> list[torch.Tensor]:
             x = torch.tanh(layer(x))
     out = x.float().sum(dim=1)
     if scale:
-        (out,) = GradientScale(layer.weight for layer in model)(out)
+        (out,) = GradientScale(layer.weight for layer in model).scaled(out)
     (out * each).sum().backward()
     return [layer.weight.grad for layer in model]
 
@@ -76,12 +76,12 @@ def test_gradients_of_any_size_are_those_of_fp32(each):
 def test_both_results_share_one_scale_and_zeros_stay_zero():
     weight = torch.nn.Parameter(torch.ones(3))
     scale = GradientScale([weight])
-    a, b = scale(weight * 2, weight * 5)
+    a, b = scale.scaled(weight * 2, weight * 5)
     (a.sum() * 1e-6 + b.sum() * 1e-9).backward()
     torch.testing.assert_close(weight.grad, torch.full((3,), 2e-6 + 5e-9))
     assert scale.inverse == 2.0 ** (-20 + 1 - 3) or scale.inverse == 2.0 ** (-19 - 3)
     weight.grad = None
-    (scale(weight * 2)[0] * 0.0).sum().backward()
+    (scale.scaled(weight * 2)[0] * 0.0).sum().backward()
     assert not weight.grad.any()
 
 
