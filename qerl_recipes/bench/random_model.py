@@ -76,9 +76,8 @@ def adapter(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (tensors, config) of a random PEFT adapter, of a mixture on attention alone; the same for one ``seed``."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    weights = {name.removesuffix(".weight"): e.shape for name, e in _present(config).items() if e.linear}
-    weights = {name: shape for name, shape in weights.items() if ".experts." not in name}
-    tensors = {}
+    present, tensors = _present(config).items(), {}
+    weights = {name.removesuffix(".weight"): e.shape for name, e in present if e.linear and ".experts." not in name}
     for name, (N, K) in weights.items():
         prefix = f"base_model.model.{name}"
         # drawn in fp32, which takes a CPU a fraction of the time

@@ -64,7 +64,11 @@ def run(
     check_shape(shape)
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
-    _check_names(arms, rank, kv_cache_dtype, engine, variants, interleave)
+    for name in variants:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"variant {name!r}: a name is of letters, digits, '_', '.' and '-'")
+    options: dict[str, Any] = {"engine": engine, **{f"variant {name}": own for name, own in variants.items()}}
+    _check_names(arms, rank, kv_cache_dtype, options, interleave)
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it is at least 1")
     about: dict[str, Any] = {}
@@ -128,20 +132,12 @@ def run(
 
 
 def _check_names(
-    arms: Sequence[str],
-    ranks: Sequence[int],
-    caches: Sequence[str],
-    engine: Mapping[str, Any],
-    variants: Mapping[str, Mapping[str, Any]],
-    interleave: bool,
+    arms: Sequence[str], ranks: Sequence[int], caches: Sequence[str], named: Mapping[str, Figures], interleave: bool
 ) -> None:
     for kind, names, known in (("arm", arms, ARMS), ("kv_cache_dtype", caches, CACHES)):
         if unknown := sorted(set(names) - set(known)):
             raise ValueError(f"unknown {kind} {unknown[0]!r}; known: {', '.join(known)}")
-    for name in variants:
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"variant {name!r}: a name is of letters, digits, '_', '.' and '-'")
-    for name, options in {"engine": engine, **{f"variant {name}": own for name, own in variants.items()}}.items():
+    for name, options in named.items():
         if ours := sorted(set(options) & OURS):
             raise ValueError(f"{name} names {ours[0]!r}, which this benchmark sets itself; leave it out")
         if interleave and (ours := sorted(set(options) & set(rollout_memory.SET_HERE))):
@@ -191,7 +187,7 @@ def take_turns(
                     note(name, {**error.figures, "failed": str(error)})
             return answers
 
-        def repeated(number: int, case: Case) -> dict[str, list[Figures]]:
+        def timed(number: int, case: Case) -> dict[str, list[Figures]]:
             """Return the answers to each repeat, for every arm that is left; a few tokens warm up before."""
             given: dict[str, list[Figures]] = {name: [] for name in arms}
             warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS), lengths=None)
@@ -202,27 +198,24 @@ def take_turns(
                         given[name].append(answer)
             return {name: given[name] for name in arms}
 
-        def timed(number: int, case: Case) -> dict[str, list[float]]:
-            """Return the seconds of each repeat, for every arm that is left."""
-            return {name: [one["seconds"] for one in given] for name, given in repeated(number, case).items()}
-
         for name, figures in each(Arm.hear).items():
             note(name, figures)
         for number, case in enumerate(cases):
-            if case.lengths:
-                for name, given in repeated(number, case).items():
-                    row: Figures = {"batch": case.batch, "input": case.input, "tokens": sum(case.lengths)}
-                    row["seconds"] = [one["seconds"] for one in given]
+            first = {} if case.lengths else timed(number, case._replace(output=1))
+            for name, given in timed(number, case).items():
+                row: Figures = {"batch": case.batch, "input": case.input, "seconds": _seconds(given)}
+                if case.lengths:
                     row |= {f"below_{few}": [one["below"][str(few)] for one in given] for few in FEW}
-                    note(name, {"uneven": row})
-                continue
-            first, whole = timed(number, case._replace(output=1)), timed(number, case)
-            for name, seconds in whole.items():
-                row = {"batch": case.batch, "input": case.input, "output": case.output, "seconds": seconds}
-                note(name, {"case": {**row, "prefill_seconds": first[name]}})
+                    note(name, {"uneven": {**row, "tokens": sum(case.lengths)}})
+                else:
+                    note(name, {"case": {**row, "output": case.output, "prefill_seconds": _seconds(first[name])}})
         prompts = prefill(cases)
-        for name, seconds in timed(len(cases), prompts).items():
-            note(name, {"prefill": {"tokens": prompts.batch * prompts.input, "seconds": seconds}})
+        for name, given in timed(len(cases), prompts).items():
+            note(name, {"prefill": {"tokens": prompts.batch * prompts.input, "seconds": _seconds(given)}})
+
+
+def _seconds(given: Sequence[Figures]) -> list[float]:
+    return [one["seconds"] for one in given]
 
 
 def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:

@@ -18,6 +18,7 @@ from qerl_kernels.nvfp4 import GROUP_SIZE
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.model.families import on_meta
 from qerl_recipes.recipe.configs import ModelConfig, ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 from qerl_vllm_plugin.weights.expected import fused_with
 
@@ -222,16 +223,19 @@ def trained_adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize
     if script.adapter_name_or_path is not None:
         folder = open_adapter(script.adapter_name_or_path)
         folder.check_plain()
-        rank, config, source = folder.rank, folder.config, f"adapter_name_or_path {folder.path}"
-    else:
-        targets = model.lora_target_modules or "all-linear"
-        targets = "all-linear" if targets == ["all-linear"] else targets
-        rank, config, source = model.lora_r, {"target_modules": targets}, "lora_target_modules"
+        return folder.rank, adapted(folder.config, size, f"adapter_name_or_path {folder.path}")
+    targets = model.lora_target_modules or "all-linear"
+    targets = "all-linear" if targets == ["all-linear"] else targets
+    return model.lora_r, adapted({"target_modules": targets}, size, "lora_target_modules")
+
+
+def adapted(config: Mapping[str, Any], size: ModelSize, source: str) -> list[LinearSize]:
+    """Return the linears that an adapter's ``config`` names; raise ConfigError, beginning with ``source``, for none."""
     try:
         names = named_modules(config, [linear.name for linear in size.linears])
     except AdapterError as error:
-        raise ValueError(f"{source}: {error}") from error
-    return rank, [linear for linear in size.linears if linear.name in names]
+        raise ConfigError(f"{source}: {error}") from error
+    return [linear for linear in size.linears if linear.name in names]
 
 
 def most_in_a_block(linears: Sequence[LinearSize]) -> int:

@@ -97,9 +97,6 @@ class FrozenNVFP4Linear(torch.nn.Linear):
             self.dtype = self.bias.dtype
         return self
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, NVFP4"
-
 
 class FrozenTiledLinear(FrozenNVFP4Linear):
     """Compute the same layer on tiles, the layout in which the engine holds its weights on a Hopper GPU."""
@@ -201,10 +198,6 @@ class FrozenNVFP4Experts(torch.nn.Module):
         """Move between devices; ``.to(dtype)`` leaves the packed weights and their scales alone."""
         super()._apply(keeping_dtypes(fn), recurse)
         return self
-
-    def extra_repr(self) -> str:
-        _, two_I, half = self.gate_up_packed.shape
-        return f"{self.num_experts} experts, hidden_size={2 * half}, intermediate_size={two_I // 2}, NVFP4"
 
 
 class UnroundedRouter(torch.nn.Module):

@@ -41,9 +41,6 @@ class TrainerRMSNorm(torch.nn.Module):
         """Move between devices; ``.to(dtype)`` leaves weight and noise in fp32, or rounding would lose the noise."""
         return super()._apply(keeping_dtypes(fn), recurse)
 
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, epsilon={self.epsilon}, rounded={self.rounded}, offset={self.offset}"
-
 
 def replace(model: torch.nn.Module, *, rounded: bool) -> int:
     """Replace every RMSNorm of ``model`` by a TrainerRMSNorm, and return the number of replaced norms.

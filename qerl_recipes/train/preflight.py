@@ -26,7 +26,7 @@ from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.machine.requirements import lacking
 from qerl_recipes.memory import plan as memory_plan
 from qerl_recipes.memory.plan import Plan
-from qerl_recipes.memory.sizes import measure
+from qerl_recipes.memory.sizes import adapted, measure
 from qerl_recipes.model import families, shared
 from qerl_recipes.recipe import checks
 from qerl_recipes.recipe.batches import AS_MANY_AS_FIT, FAST_TOKENS
@@ -37,7 +37,6 @@ from qerl_recipes.recipe.server_keys import server_problems
 from qerl_recipes.tasks import environments, prompts, rewards
 from qerl_recipes.tasks.environments import Interaction
 from qerl_recipes.train.dynamic_sampling import TOTAL
-from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
 IMAGES = {"image", "images"}  # columns from which TRL takes pictures
 TARGETS = "lora_target_modules"
@@ -185,7 +184,7 @@ def settle(checked: Checked, resume: ResumePoint | None = None) -> Preflight:
         if model.names_adapter:
             _check_adapter(start, adapter.to_dict(), config, named_by)
         adapter = LoraConfig.from_pretrained(str(start.path))
-    _adapted(adapter.to_dict(), config, named_by)
+    adapted(adapter.to_dict(), measure(config), named_by)  # PEFT would pass over a name that is no layer's
     if resume is not None:
         run_state.check_continues(resume.state, run, resume.folder)
         saved = open_adapter(resume.folder)
@@ -367,20 +366,13 @@ def _check_adapter(
         for key, (name, default) in ADAPTER_KEYS.items()
         if expected.get(name, default) != existing.config.get(name, default)
     ]
-    wanted, trained = _adapted(expected, config, TARGETS), _adapted(existing.config, config, source)
+    size = measure(config)
+    wanted, trained = adapted(expected, size, TARGETS), adapted(existing.config, size, source)
     if wanted != trained:
-        kinds = sorted({name.rpartition(".")[2] for name in trained})
+        kinds = sorted({linear.name.rpartition(".")[2] for linear in trained})
         differences.append(f"{TARGETS} has {len(wanted)} layers and the adapter {len(trained)} ({', '.join(kinds)})")
     if differences:
         raise ConfigError(
             f"{source}: {'; '.join(differences)}. Give these keys the adapter's values, name an adapter that has them "
             "as adapter_name_or_path, or train a new one"
         )
-
-
-def _adapted(settings: Mapping[str, Any], config: Mapping[str, Any], source: str) -> set[str]:
-    """Return the layers that an adapter's ``settings`` name; PEFT would pass over a name that is no layer's."""
-    try:
-        return named_modules(settings, [linear.name for linear in measure(config).linears])
-    except AdapterError as error:
-        raise ConfigError(f"{source}: {error}") from error
