@@ -179,8 +179,7 @@ def ballast(left: int) -> Iterator[int]:
         held = holder.hear()["held"]
         if held < 0:
             raise ValueError(
-                f"{gigabytes(left)} were asked for and {gigabytes(left + held)} of this GPU are free; ask for less, or "
-                "end what runs there"
+                f"{gigabytes(left)} of this GPU are asked for and {gigabytes(left + held)} free; ask for less"
             )
         yield held
     finally:

@@ -56,10 +56,7 @@ def _read(file: Path) -> list[int]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(
-            f"--lengths is {str(file)!r}, and no such file can be read ({error.strerror}); it is a file or "
-            "lognormal:MEAN,SIGMA,MAX"
-        ) from error
+        raise ValueError(f"--lengths {file}: {error.strerror}; it is a file or lognormal:MEAN,SIGMA,MAX") from error
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.split()]
     except ValueError as error:

@@ -100,10 +100,7 @@ class Workload:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least {least}{why}")
         self.config()
         if self.micro_batch is not None and self.sequences % self.micro_batch:
-            raise ValueError(
-                f"per_device_train_batch_size is {self.micro_batch}, which does not divide the {self.sequences} "
-                "completions of a step"
-            )
+            raise ValueError(f"per_device_train_batch_size does not divide the {self.sequences} completions of a step")
 
     @property
     def sequences(self) -> int:

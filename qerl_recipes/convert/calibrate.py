@@ -141,8 +141,5 @@ def _tokens(record: dict[str, Any], place: str, tokenizer: Any) -> list[int]:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ValueError(f"{place}: input_ids must be a list of whole numbers; remove the key, or give them")
     if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
-        raise ValueError(
-            f"{place}: input_ids are not the tokens of the text in this model; make the file with this model, or "
-            "remove the key"
-        )
+        raise ValueError(f"{place}: input_ids are not the tokens of the text in this model; make them anew")
     return ids

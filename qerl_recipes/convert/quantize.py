@@ -117,10 +117,7 @@ def quantize_checkpoint(
             raise CheckpointError(f"{folder}: is an NVFP4 checkpoint already; start from the BF16 checkpoint")
         changed = {"method": method != "rtn", "scales": scales != "amax", "ignore": tuple(ignore) != ("lm_head",)}
         if options := [name for name, is_changed in changed.items() if is_changed]:
-            raise ValueError(
-                f"{options[0]}: {folder} has NVFP4 weights already, which are written as they are; leave it out, or "
-                "start from the BF16 checkpoint"
-            )
+            raise ValueError(f"{options[0]}: {folder} has NVFP4 weights already, written as they are; leave it out")
         _warn_of_family(report)
         return _take_over(report, str(source), target, overwrite)
     if reason := WITHOUT_NVFP4.get(str(report.config.get("model_type"))):

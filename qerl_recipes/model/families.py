@@ -79,10 +79,7 @@ def misfits(
         known = [token for token in ids if isinstance(token, int)] if isinstance(ids, list) else []
         largest = max(known, default=0)
         if isinstance(tokens, int) and largest >= tokens:
-            yield (
-                f"generation_kwargs: {key} has the token {largest}, and {name} has {tokens} (0 to {tokens - 1}); "
-                "remove it"
-            )
+            yield f"generation_kwargs: {key} has the token {largest}, and {name} has {tokens}; remove it"
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
@@ -107,10 +104,7 @@ def _family_misfits(
             f"qerl_nvfp4; compared are {', '.join(FAMILIES)}"
         )
     if arm != "qerl_nvfp4" and kind in WITHOUT_SLOTS:
-        yield (
-            f"quantization: {arm} serves the adapter from vLLM's LoRA slots, into which no adapter of {kind} fits; use "
-            "quantization: qerl_nvfp4"
-        )
+        yield f"quantization: {arm}: no adapter of {kind} fits into vLLM's LoRA slots; use quantization: qerl_nvfp4"
     yield from (f"model_name_or_path: {name}: {line}" for line in obstacles(config, model.attn_implementation))
     adapted = model.lora_target_modules or ()
     adapted = [adapted] if isinstance(adapted, str) else adapted
@@ -118,10 +112,7 @@ def _family_misfits(
         yield from _experts_misfits(config, adapted, arm)
     fused, instead = FUSED_TARGETS.get(kind, ("", ""))
     if fused and {fused, "all-linear"} & set(adapted):
-        yield (
-            f"lora_target_modules: {kind} stores {fused} as one linear, which the engine holds as two, so that it "
-            f"carries no adapter; use [{instead}]"
-        )
+        yield f"lora_target_modules: {fused} of {kind} is two linears in the engine, without adapter; use [{instead}]"
     noisy = training.noise_targets if training.noise_mode != "none" or training.train_norms else ()
     follows, feeds = NOISE_TARGETS.get(kind, ("", ""))
     if follows in noisy and feeds not in noisy:
@@ -167,10 +158,7 @@ def _length_misfits(
         return
     if longest is not None and longest > positions:
         key = "max_prompt_length + max_completion_length" if script.max_prompt_length else "vllm_max_model_length"
-        yield (
-            f"{key} is {longest}, but {name} has {positions} positions (max_position_embeddings); lower it to that, "
-            "or name a model with more"
-        )
+        yield f"{key} is {longest}, but {name} has {positions} positions (max_position_embeddings); lower it to that"
     elif longest is None and completion >= positions:
         yield (
             f"max_completion_length ({completion}) leaves no room for a prompt in the {positions} positions "

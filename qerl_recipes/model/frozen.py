@@ -97,6 +97,9 @@ class FrozenNVFP4Linear(torch.nn.Linear):
             self.dtype = self.bias.dtype
         return self
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, NVFP4"
+
 
 class FrozenTiledLinear(FrozenNVFP4Linear):
     """Compute the same layer on tiles, the layout in which the engine holds its weights on a Hopper GPU."""

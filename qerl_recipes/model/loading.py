@@ -42,9 +42,11 @@ def load(
     Raises CheckpointError for a checkpoint that is damaged or of another format, and ValueError for what cannot be
     trained here.
     """
-    folder, report = Path(path), inspect_folder(path)
-    for reason in families.obstacles(report.config, attn_implementation):
-        raise ValueError(reason)
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        for reason in families.obstacles(AutoConfig.from_pretrained(folder).to_dict(), attn_implementation):
+            raise ValueError(reason)
+    report = inspect_folder(folder)
     arm = quantization or ("bf16" if report.scheme is None else "qerl_nvfp4")
     if weights is not None and arm != "qerl_nvfp4":
         raise ValueError(f"quantization={arm} cannot read an engine's NVFP4 weights; use qerl_nvfp4")

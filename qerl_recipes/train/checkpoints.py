@@ -162,10 +162,7 @@ class SavingTrainer(GRPOTrainer):
         """Save ``checkpoint-N``, whole or not at all, in every process; raise OSError if it cannot be written."""
         step, is_main = self.state.global_step, self.is_world_process_zero()
         if step % self.steps_per_rollout and step < self.state.max_steps:
-            raise ValueError(
-                f"step {step} is in the middle of a rollout, each of which serves {self.steps_per_rollout} steps; "
-                "use a multiple of that as save_steps"
-            )
+            raise ValueError(f"step {step} is in mid-rollout; use a multiple of {self.steps_per_rollout} as save_steps")
         self._check_weights()
         run_folder, write = Path(super()._get_output_dir(trial)), super()._save_checkpoint
         final = run_folder / f"checkpoint-{step}"

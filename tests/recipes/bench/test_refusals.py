@@ -40,7 +40,10 @@ REFUSALS = (
     ("rollout --shape tiny --profile", "--profile has gone, and rates alone are measured now"),
     ("rollout --shape tiny --lengths lognormal:9,0.8", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     ("rollout --shape tiny --lengths lognormal:90,0.8,60", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
-    ("rollout --shape tiny --lengths no/file", "--lengths is 'no/file', and no such file can be read"),
+    (
+        "rollout --shape tiny --lengths no/file",
+        "--lengths no/file: No such file or directory; it is a file or lognormal",
+    ),
     ("rollout --shape tiny --lengths LICENSE", "it has a number of tokens in each line, or a JSON list"),
     ("swap --shape 8B", "unknown shape '8B'"),
     ("swap --shape 7B", "shape 7B needs a CUDA GPU"),

@@ -183,7 +183,7 @@ def test_the_first_texts_are_used_and_no_more_than_asked_for(file):
         ({"prompt": "1"}, 'must have a text under the key "text"; it has None'),
         ({"text": ["1"], "input_ids": [1]}, "must have a text"),
         (["1"], "must be a JSON object"),
-        ({"text": "1", "input_ids": [2]}, "input_ids are not the tokens of the text in this model; make the file"),
+        ({"text": "1", "input_ids": [2]}, "input_ids are not the tokens of the text in this model; make them"),
         ({"text": "1", "input_ids": "1"}, "input_ids must be a list of whole numbers"),
         ({"text": "1", "input_ids": [1.0]}, "input_ids must be a list of whole numbers"),
         ({"text": "1", "input_ids": None}, "input_ids must be a list of whole numbers"),

@@ -153,7 +153,7 @@ def test_an_attention_that_leaves_the_soft_cap_out_is_refused(make_bf16, write_r
 def test_keys_that_a_family_cannot_honour_are_refused_with_those_that_it_can(make_bf16, write_recipe):
     recipe = write_recipe(model_name_or_path=str(make_bf16("glm4")))
     with pytest.raises(
-        ValueError, match=r"lora_target_modules: glm4 stores gate_up_proj as one .*use \[q_proj, k_proj"
+        ValueError, match=r"lora_target_modules: gate_up_proj of glm4 is two linears .*use \[q_proj, k_proj"
     ):
         check(*parse(["--config", recipe]))
     check(*parse(["--config", recipe, "--lora_target_modules", *LINEARS["glm4"]]))

@@ -149,8 +149,8 @@ def test_positions_that_the_model_stretches_are_left_to_the_engine(key, demo, tm
         ("nf4", {"quantization_config": {"quant_method": "gptq"}}, "quantized already (gptq)"),
         ("qerl_nvfp4", {"quantization_config": {"quant_method": "awq"}}, "awq"),
         ("qerl_nvfp4", None, "no readable config.json"),
-        ("qerl_nvfp4", {"vocab_size": 9}, "generation_kwargs: logit_bias has the token 9, and MODEL has 9 (0 to 8)"),
-        ("qerl_nvfp4", {"vocab_size": 9}, "generation_kwargs: stop_token_ids has the token 10, and MODEL has 9 (0 to"),
+        ("qerl_nvfp4", {"vocab_size": 9}, "generation_kwargs: logit_bias has the token 9, and MODEL has 9; remove it"),
+        ("qerl_nvfp4", {"vocab_size": 9}, "generation_kwargs: stop_token_ids has the token 10, and MODEL has 9"),
     ],
     ids=["experts", "bf16 of a quantized", "nf4 of a quantized", "awq", "no config", "tokens", "stops"],
 )

@@ -297,7 +297,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(largest_file, f
 def test_save_steps_in_the_middle_of_a_rollout_are_refused(make_trainer, make_nvfp4):
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 4}
     trainer = make_trainer(make_nvfp4("qwen2"), save_strategy="steps", save_steps=1, **settings)
-    with pytest.raises(ValueError, match="middle of a rollout"):
+    with pytest.raises(ValueError, match="is in mid-rollout; use a multiple of"):
         trainer.train()
 
 
