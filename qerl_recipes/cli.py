@@ -10,9 +10,7 @@ from typing import Annotated, Any, TypeVar
 try:
     import typer
 except ModuleNotFoundError:
-    sys.exit(
-        "qerl: the package typer is missing, which vLLM brings: install vLLM 0.26 to 0.32 first, then qerl beside it"
-    )
+    sys.exit("qerl: the package typer is missing, which vLLM brings: install vLLM 0.26 to 0.32 first, then qerl")
 
 from qerl_recipes.bench.commands import PASS_THROUGH, bench
 from qerl_recipes.evaluate.request import Evaluation, check_tasks, command_signature

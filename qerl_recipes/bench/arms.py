@@ -178,9 +178,7 @@ def ballast(left: int) -> Iterator[int]:
     try:
         held = holder.hear()["held"]
         if held < 0:
-            raise ValueError(
-                f"{gigabytes(left)} of this GPU are asked for and {gigabytes(left + held)} free; ask for less"
-            )
+            raise ValueError(f"{gigabytes(left)} were asked for and {gigabytes(left + held)} are free; ask for less")
         yield held
     finally:
         holder.end()

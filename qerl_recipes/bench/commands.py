@@ -102,9 +102,7 @@ def rollout(
     from qerl_recipes.bench.rollout_arm import make_cases
 
     if profile:
-        raise typer.BadParameter(
-            "--profile has gone, and rates alone are measured now; `vllm bench latency --profile` shows kernels"
-        )
+        raise typer.BadParameter("--profile has gone, and rates alone are measured now; see `vllm bench latency`")
     variants = dict(variant or [])
     if len(variants) < len(variant or []):
         raise typer.BadParameter("--variant gives one name twice; give each a name of its own")

@@ -60,9 +60,7 @@ def _read(file: Path) -> list[int]:
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.split()]
     except ValueError as error:
-        raise ValueError(
-            f"--lengths {file}: {error}; it has a number of tokens in each line, or a JSON list"
-        ) from error
+        raise ValueError(f"--lengths {file}: {error}; it has a number of tokens in each line or a JSON list") from error
     if wrong := [value for value in found if type(value) is not int or value < 1]:
         raise ValueError(f"--lengths {file} has {wrong[0]!r}; a length is a whole number of tokens, at least 1")
     return found

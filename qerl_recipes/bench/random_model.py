@@ -110,10 +110,8 @@ def write(folder: str | Path, config: Mapping[str, Any], *, packed: bool, seed: 
 
 def in_bf16(config: Mapping[str, Any]) -> list[str]:
     """Return the modules that a packed checkpoint leaves in BF16: head and routers, as `qerl quantize` does."""
-    matrices = (
-        name.removesuffix(".weight") for name, e in _present(config).items() if len(e.shape) == 2 and not e.linear
-    )
-    return ["lm_head", *(name for name in matrices if ".layers." in name)]
+    names = (name.removesuffix(".weight") for name, e in _present(config).items() if len(e.shape) == 2 and not e.linear)
+    return ["lm_head", *(name for name in names if ".layers." in name)]
 
 
 def check_disk(config: Mapping[str, Any], folder: Path, kinds: set[bool]) -> None:

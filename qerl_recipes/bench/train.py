@@ -115,9 +115,7 @@ class Workload:
         if not self.recipe_file:
             return config_json(self.shape)
         if (known := base_model.known_config(self.shape)) is None:
-            raise ValueError(
-                f"{self.recipe_file}: the sizes of {self.shape} are not known here; name a folder with them"
-            )
+            raise ValueError(f"{self.recipe_file}: the sizes of {self.shape} are unknown here; name a folder with them")
         return {key: value for key, value in known.items() if key != "quantization_config"}
 
     @property

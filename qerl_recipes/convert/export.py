@@ -43,9 +43,7 @@ def export(
     card's commands. Raise ValueError for an adapter that is damaged, or not of this base.
     """
     if merge and name is not None:
-        raise ValueError(
-            f"name {name!r} is of an adapter, and a merged checkpoint is served without one; remove --name or --merge"
-        )
+        raise ValueError(f"name {name!r} is of an adapter, and a merged checkpoint has none; remove --name or --merge")
     saved = open_adapter(adapter)
     tensors, norms = saved.read()
     base_name = base or saved.base

@@ -59,9 +59,7 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
     try:
         model = on_meta(report.config)
     except ValueError as error:
-        raise CheckpointError(
-            f"{report.folder}: {error}; only models that transformers has built in are quantized"
-        ) from error
+        raise CheckpointError(f"{report.folder}: {error}; only transformers' own models are quantized") from error
     head = model.get_output_embeddings()
     kept = tuple(name for name, module in model.named_modules() if module is head or _is_router(name, module, model))
     shapes = dict(_packable(model, kept))

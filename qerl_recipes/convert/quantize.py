@@ -138,10 +138,8 @@ def quantize_checkpoint(
     with whole_folder(target, overwrite=overwrite) as partial, naming_target(target):
         _check_free(sum(entry.nbytes for entries in packed_shards(report, plan).values() for entry in entries), target)
         if method == "rtn":
-            divisors = find_divisors(report, plan, device)
-            layers = write_packed(
-                report, plan, divisors, partial, quantize if scales == "amax" else quantize_mse, device
-            )
+            divisors, pack = find_divisors(report, plan, device), quantize if scales == "amax" else quantize_mse
+            layers = write_packed(report, plan, divisors, partial, pack, device)
             write_config(partial, report.config, quantization_config(plan.ignore))
         else:
             from qerl_recipes.convert.llmcompressor_run import run
@@ -161,9 +159,7 @@ def quantize_checkpoint(
 
 def _warn_of_family(report: CheckpointReport) -> None:
     if reason := never_compared(report.config.get("model_type")):
-        warnings.warn(
-            f"{report.folder}: `--quantization qerl_nvfp4` will refuse what is written: {reason}", stacklevel=3
-        )
+        warnings.warn(f"{report.folder}: `--quantization qerl_nvfp4` will refuse the result: {reason}", stacklevel=3)
 
 
 def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: bool) -> QuantizeReport:
@@ -197,9 +193,7 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
     if scales != "amax":
         raise ValueError(f"scales: {scales!r} goes with --method rtn only; {method} chooses its own")
     if method == "awq" and device == "cpu":
-        raise ValueError(
-            "method: awq needs a CUDA device (llmcompressor 0.14 pins GPU memory); use gptq or --device cuda"
-        )
+        raise ValueError("method: awq needs a CUDA device (llmcompressor pins GPU memory); use gptq or --device cuda")
     if calibration is None or not Path(calibration).is_file():
         found = "name one" if calibration is None else f"there is no file {calibration}"
         raise ValueError(f'calibration: {method} needs a file of JSON lines with a key "text"; {found}')

@@ -62,9 +62,7 @@ def what_fits(folder: Path, overrides: Sequence[str], gpus: Sequence[Gpu]) -> Ta
     """Return a table of the longest completion with which each model of ``folder`` can train on each GPU."""
     given = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
     if decided := sorted(given & DECIDED_BY_TABLE):
-        raise ValueError(
-            f"{', '.join(decided)}: the table of a folder decides this; name one recipe of {folder} instead"
-        )
+        raise ValueError(f"{', '.join(decided)}: the table of a folder decides this; name one recipe of {folder}")
     rows = []
     for recipe in folder.glob(f"*/grpo/{ARM}"):
         if (config := BY_MODEL_ID.get(read_yaml(recipe)["model_name_or_path"])) is not None:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:  # it imports TRL, which a trainer of another stack does not n
 # vLLM 0.31 runs these by transformers' own classes, and changes those classes for the whole process
 SHARED_CLASSES = ("olmo2", "smollm3")
 MIXTURES = ("qwen3_moe",)
-EXPERTS_FIRST = (
-    "experts of a BF16 checkpoint are not quantized on the way in; quantize the model first: qerl quantize SOURCE "
-    "DESTINATION"
-)
+EXPERTS_FIRST = "experts in BF16 are not quantized while loading; quantize first: qerl quantize SOURCE DESTINATION"
 OF_EXPERTS = ("all-linear", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "gate")
 FUSED_TARGETS = {"glm4": ("gate_up_proj", "q_proj, k_proj, v_proj, o_proj, down_proj")}
 NOISE_TARGETS = dict.fromkeys(("gemma2", "gemma3_text"), ("post_attention_layernorm", "pre_feedforward_layernorm"))

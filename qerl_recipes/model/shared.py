@@ -83,9 +83,7 @@ def install(model: PreTrainedModel, weights: "FrozenWeights", dtype: torch.dtype
         if isinstance(module, torch.nn.Linear) and name in weights.linears:
             frozen = _linear(weights.linears[name], dtype)
             if (frozen.out_features, frozen.in_features) != (module.out_features, module.in_features):
-                raise ValueError(
-                    f"{name} is {module} in this checkpoint and {frozen} in the engine: not the same model"
-                )
+                raise ValueError(f"{name} is {module} in the checkpoint and {frozen} in the engine: not the same model")
             model.set_submodule(name, frozen)
             read |= {f"{name}.{leaf}" for leaf in LEAVES}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):

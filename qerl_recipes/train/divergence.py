@@ -27,9 +27,7 @@ def check_weights(step: int, weights: Iterable[tuple[str, torch.Tensor]], args: 
     finite = torch.stack([weight.isfinite().all() for _, weight in named]).tolist()  # the one wait for the GPU
     wrong = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
     if wrong:
-        what = (
-            f"nothing is saved of step {step}: {len(wrong)} of {len(named)} trained tensors hold NaN or infinite values"
-        )
+        what = f"nothing is saved of step {step}: {len(wrong)} of {len(named)} trained tensors hold NaN or infinity"
         raise Diverged(f"{what}, the first of them {wrong[0]}. {_way_out(args, is_half)}")
 
 

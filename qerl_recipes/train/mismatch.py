@@ -107,9 +107,7 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
         if training.rollout_engine != "vllm":
             raise ConfigError(f"rollout_engine: {training.rollout_engine}: only vllm's parts can be switched off")
         if training.vllm_mode == SERVER:
-            raise ConfigError(
-                "vllm_mode: server: the parts are switched off in an engine of this process; leave it out"
-            )
+            raise ConfigError("vllm_mode: server: the parts are switched off in an engine of this process; remove it")
         if training.quantization != "qerl_nvfp4" and training.use_cpu:
             raise ConfigError(
                 f"quantization: {training.quantization}: vLLM's LoRA slots on a CPU cannot give the "

@@ -234,9 +234,7 @@ def _open_start(script: ScriptArguments, training: GRPOConfig, problems: list[st
             "activations in the trainer only; set it to 0 there, which leaves the weights as they are"
         )
     if start.config["lora_alpha"] == 0:
-        problems.append(
-            f"adapter_name_or_path: {file}: lora_alpha: 0 {checks.WITHOUT_SCALE}; begin from another adapter"
-        )
+        problems.append(f"adapter_name_or_path: {file}: lora_alpha: 0 {checks.WITHOUT_SCALE}; begin from another")
     if training.beta and (start.path / NORMS).is_file():
         problems.append(
             f"beta needs a reference without trained norms, and {script.adapter_name_or_path} has some; use beta: 0"
