@@ -25,7 +25,7 @@ from qerl_recipes.files.metrics_file import FILE, current_name, read_metrics
 from qerl_recipes.files.run_state import MODEL
 from qerl_recipes.files.whole_folder import write_bytes
 from qerl_recipes.recipe.keys import with_former_names
-from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs, possible_runs
+from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs, possible_runs, run_of
 from qerl_vllm_plugin.adapter.folder import base_hash, trained_on
 
 TABLE = "results.csv.gz"
@@ -341,12 +341,11 @@ def taken_rows(study: Study) -> pd.DataFrame:
             where = f"taken.arms.{arm}: {label}/seed-{seed} of {table}"
             if not (of_run.metric == "accuracy").any():
                 raise StudyError(f"{where} has no accuracy; {way_out}")
-            run = Run(arm=arm, seed=seed, value=None, kind="best", keys=study.arms[arm])
+            run = run_of(study, arm, seed)
             if set(facts(of_run, PLAN)) != {plan_of(study, run)}:
                 raise StudyError(
                     f"{where} does not say that it was made by the keys of this configuration, its recipe and its "
-                    "evaluations; "
-                    f"put those back, or {way_out}"
+                    f"evaluations; put those back, or {way_out}"
                 )
             bases += [(where, _model(study, run), base) for base in facts(of_run, BASE).tolist() or [None]]
             tables.append(of_run[~of_run.metric.str.startswith((HOURS, PLAN))].assign(arm=arm))

@@ -32,6 +32,7 @@ TRAINER, OURS, ALL_WEIGHTS = "trainer", "qerl", "trl_all_weights"
 TRAINERS = {OURS: ("train",), "trl": ("train-stock-trl",), ALL_WEIGHTS: ("train-stock-trl", "--all-weights")}
 SWEEP_GAIN = "sweep_gain"  # a claim's metric: the accuracy at the largest value of the sweep less that at the smallest
 SHARES = ("accuracy", SWEEP_GAIN, "in_upper_state")  # metrics, from 0 to 1
+Kind = Literal["sweep", "best", "common"]  # of a run
 Seeds = Annotated[list[int], Field(min_length=1)]
 Metric = Annotated[str, BeforeValidator(requested_name)]
 Keys = Annotated[dict[str, Any], AfterValidator(lambda keys: up_to_date(keys, "arms"))]
@@ -222,7 +223,7 @@ class Run(_Strict):
     arm: str
     seed: int
     value: float | None
-    kind: Literal["sweep", "best", "common"]
+    kind: Kind
     keys: dict[str, Any]
 
     @property
@@ -278,26 +279,16 @@ def read(path: Path) -> Study:
 def first_runs(study: Study) -> list[Run]:
     """Return the runs that need no result of others: those of the sweep, or all where there is none."""
     if study.sweep is None:
-        return [
-            Run(arm=arm, seed=seed, value=None, kind="best", keys=keys)
-            for seed in study.seeds
-            for arm, keys in study.own_arms.items()
-        ]
-    return [
-        _swept(study, arm, seed, value, "sweep")
-        for seed in study.sweep.seeds
-        for value in study.sweep.values
-        for arm in study.arms
-    ]
+        return [run_of(study, arm, seed) for seed in study.seeds for arm in study.own_arms]
+    swept = itertools.product(study.sweep.seeds, study.sweep.values, study.arms)
+    return [run_of(study, arm, seed, value, "sweep") for seed, value, arm in swept]
 
 
 def later_runs(study: Study, best: Mapping[str, float]) -> list[Run]:
     """Return the compared runs of a study with a sweep; ``best`` maps an arm to its value of the sweep's key."""
-    if study.sweep is None:
-        return []
-    wanted = [_swept(study, arm, seed, value, "best") for seed in study.seeds for arm, value in best.items()]
-    if (common := study.sweep.common) is not None:
-        wanted += [_swept(study, a, s, common, "common") for s in study.seeds for a, v in best.items() if v != common]
+    wanted = [run_of(study, arm, seed, value) for seed in study.seeds for arm, value in best.items()]
+    if study.sweep and (common := study.sweep.common) is not None:
+        wanted += [run_of(study, a, s, common, "common") for s in study.seeds for a, v in best.items() if v != common]
     return wanted
 
 
@@ -306,7 +297,7 @@ def possible_runs(study: Study) -> dict[tuple[str, int], Run]:
     runs = first_runs(study)
     if study.sweep is not None:
         pairs = itertools.product(study.seeds, study.sweep.values, study.arms)
-        runs += [_swept(study, arm, seed, value, "best") for seed, value, arm in pairs]
+        runs += [run_of(study, arm, seed, value) for seed, value, arm in pairs]
     return {(run.label, run.seed): run for run in runs}
 
 
@@ -323,6 +314,7 @@ def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]
     return {arm: max(sorted(study.sweep.values), key=lambda value: mean(arm, value)) for arm in whole}
 
 
-def _swept(study: Study, arm: str, seed: int, value: float, kind: Literal["sweep", "best", "common"]) -> Run:
-    assert study.sweep is not None
-    return Run(arm=arm, seed=seed, value=value, kind=kind, keys={**study.arms[arm], study.sweep.key: value})
+def run_of(study: Study, arm: str, seed: int, value: float | None = None, kind: Kind = "best") -> Run:
+    """Return the run of an arm with a seed, at a ``value`` of the sweep's key if there is a sweep."""
+    swept = {study.sweep.key: value} if study.sweep else {}
+    return Run(arm=arm, seed=seed, value=value, kind=kind, keys={**study.arms[arm], **swept})
