@@ -5,27 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qerl_recipes.evaluate.request import (
-    ACCURACY,
-    ENVIRONMENT,
-    EXACT,
-    FIXED,
-    LOCAL,
-    MATH,
-    NUMBER,
-    TOOLS,
-    Sampling,
-    has_episodes,
-    read_problems,
-)
+from qerl_recipes.evaluate import request
+from qerl_recipes.evaluate.request import Sampling, has_episodes, read_problems
 from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
 from qerl_recipes.files.json_files import shown
 
 # reward of a recipe -> the local task that judges like it; the first reward of this table that a recipe uses counts
 JUDGED_BY = {
-    "exact_answer": EXACT,
-    "last_number": NUMBER,
-    **dict.fromkeys(("accuracy", "dapo_score", "cosine", "length"), ACCURACY),
+    "exact_answer": request.EXACT,
+    "last_number": request.NUMBER,
+    **dict.fromkeys(("accuracy", "dapo_score", "cosine", "length"), request.ACCURACY),
 }
 # data set of a recipe -> the task that tests what it teaches; a local file is its own task
 TASK_OF = {
@@ -48,7 +37,7 @@ ACTING = (
 )
 # Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
 # from the tokens; the trainer decodes tokens itself, without them.
-NOT_TAKEN = {*FIXED, *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")}
+NOT_TAKEN = {*request.FIXED, *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")}
 
 S = TypeVar("S", bound=Sampling)
 
@@ -109,9 +98,10 @@ def acting(recipe: Mapping[str, Any], tasks: Sequence[str] | None = None) -> dic
 def acts_as_in(task: str, recipe: Mapping[str, Any]) -> bool:
     """Return True if the policy acts in ``task`` as in the run: with its tools, for its rewards."""
     trained, named = recipe.get("environments"), task.partition(":")[2]
-    if task == TOOLS:
+    if task == request.TOOLS:
         return bool(recipe.get("tools")) and not trained
-    return task.startswith(ENVIRONMENT) and (named in trained if isinstance(trained, dict) else named == trained)
+    is_trained = named in trained if isinstance(trained, dict) else named == trained
+    return task.startswith(request.ENVIRONMENT) and is_trained
 
 
 def without_actions(tasks: Sequence[str], recipe: Mapping[str, Any]) -> list[str]:
@@ -151,14 +141,14 @@ def _task_of(run: str | Path, recipe: Mapping[str, Any]) -> str:
     """Return the task that tests what a run has learnt, judged as its reward; the word TASKS if none is known."""
     if environments := recipe.get("environments"):
         names = [environments] if isinstance(environments, str) else environments
-        return ",".join(f"{ENVIRONMENT}{name}" for name in names)
+        return ",".join(f"{request.ENVIRONMENT}{name}" for name in names)
     if recipe.get("tools"):
-        return TOOLS
+        return request.TOOLS
     dataset = recipe.get("dataset_name")
     if dataset in TASK_OF:
         return TASK_OF[dataset]
     rewards = recipe.get("reward_funcs") or ()
-    judged = next((task for reward, task in JUDGED_BY.items() if reward in rewards), MATH)
+    judged = next((task for reward, task in JUDGED_BY.items() if reward in rewards), request.MATH)
     paths = () if dataset is None else (Path(dataset) / "test.jsonl", Path(dataset))
     for path in (*paths, Path(run) / HELD_OUT):
         try:
@@ -173,7 +163,7 @@ def is_of_training(task: str, recipe: Mapping[str, Any], problems: Path | None =
     """Return True if a task, for episodes the file ``problems``, reads what the run was trained on."""
     if has_episodes(task) and problems is not None:
         file = problems.resolve()
-    elif task.startswith(LOCAL):
+    elif task.startswith(request.LOCAL):
         file = Path(task.partition(":")[2]).resolve()
     else:
         return False

@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from qerl_recipes.evaluate.as_trained import (
-    acting,
-    is_of_training,
-    overridden,
-    taken_over,
-    warmer_or_colder,
-    without_actions,
-)
+from qerl_recipes.evaluate import as_trained
 from qerl_recipes.evaluate.figures import episode_rows, noisy, of_episodes, summarize, too_many_cut, unscored
 from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.files import run_state
@@ -105,7 +98,7 @@ class Settled:
 
     def acting(self) -> dict[str, Any]:
         """Return what tells how the policy acts: the recipe's keys, and the reward from which an episode succeeds."""
-        recipe = {} if self.saved is None else acting(self.saved.recipe, self.evaluation.tasks)
+        recipe = {} if self.saved is None else as_trained.acting(self.saved.recipe, self.evaluation.tasks)
         own = self.evaluation.response_template
         return {**recipe, **({"response_template": own} if own else {}), "success_at": self.evaluation.least_reward}
 
@@ -182,10 +175,10 @@ def settle(evaluation: Evaluation) -> Settled:
     as_in_training, unlike = list[str](), list[str]()
     if evaluation.adapter is not None:
         saved = open_adapter(evaluation.adapter)
-        unlike = overridden(evaluation, saved) + without_actions(evaluation.tasks, saved.recipe)
-        evaluation, as_in_training = taken_over(evaluation, saved)
+        unlike = as_trained.overridden(evaluation, saved) + as_trained.without_actions(evaluation.tasks, saved.recipe)
+        evaluation, as_in_training = as_trained.taken_over(evaluation, saved)
         if evaluation.episodes:
-            keys = acting(saved.recipe, evaluation.tasks).items()
+            keys = as_trained.acting(saved.recipe, evaluation.tasks).items()
             as_in_training += [key if key == "response_template" else f"{key} {shown(value)}" for key, value in keys]
     quantization = evaluation.quantization or (saved and saved.quantization) or "qerl_nvfp4"
     dtype = evaluation.dtype or (saved and saved.recipe.get("dtype")) or "bfloat16"
@@ -267,7 +260,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
             answered[label][task.name] = play(llm, request, task, evaluation, label)
     settings["sampling"]["use_chat_template"] = uses_template(llm.get_tokenizer(), evaluation)
     figures_of = {name: of_episodes if name in evaluation.episodes else summarize for name in evaluation.tasks}
-    recipe = {} if saved is None else saved.recipe
+    recipe, problems = {} if saved is None else saved.recipe, evaluation.problems
     result = {
         "tasks": {
             name: {label: figures_of[name](of[name], evaluation.num_samples) for label, of in answered.items()}
@@ -279,7 +272,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]", tasks
         "trained_on": None if saved is None else saved.quantization,
         "as_in_training": one.as_in_training,
         "not_as_in_training": one.not_as_in_training,
-        "of_training": [name for name in evaluation.tasks if is_of_training(name, recipe, evaluation.problems)],
+        "of_training": [name for name in evaluation.tasks if as_trained.is_of_training(name, recipe, problems)],
         **settings,
         "problems_sha256": {b.name: b.digest() for b in benchmarks} | {task.name: task.digest() for task in tasks},
         "max_new_tokens": {
@@ -342,7 +335,7 @@ def _as_trained(one: Settled) -> str:
     if saved.quantization == arm:
         settled = [f"{arm} weights", *settled]
     said = f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
-    unlike = warmer_or_colder(one.evaluation, saved.recipe) + one.not_as_in_training
+    unlike = as_trained.warmer_or_colder(one.evaluation, saved.recipe) + one.not_as_in_training
     return f"{saved.path}: {said}" + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
 
 

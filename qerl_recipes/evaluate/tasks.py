@@ -17,17 +17,8 @@ from typing import Any
 
 import torch
 
-from qerl_recipes.evaluate.request import (
-    ACCURACY,
-    EXACT,
-    LIGHTEVAL,
-    MATH,
-    NUMBER,
-    Evaluation,
-    check_tasks,
-    has_episodes,
-    read_problems,
-)
+from qerl_recipes.evaluate import request
+from qerl_recipes.evaluate.request import Evaluation, check_tasks, has_episodes, read_problems
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.tasks.answers import answer_block, answer_in, is_exactly, last_number
 
@@ -106,12 +97,12 @@ def load(names: Sequence[str], *, max_samples: int | None = None, num_samples: i
             except (OSError, ValueError) as error:  # datasets raises either if network or cache is missing
                 raise ConnectionError(
                     f"task {name}: the data set {task.dataset_path} could not be fetched from the Hugging Face hub "
-                    f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({MATH}PATH)"
+                    f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({request.MATH}PATH)"
                 ) from error
         else:
             task.dataset = {"test": rows}
         benchmark = Benchmark(name, task.get_docs(max_samples), judge, vote)
-        if name.startswith((MATH, ACCURACY, NUMBER)):
+        if name.startswith((request.MATH, request.ACCURACY, request.NUMBER)):
             _refuse_unreadable(benchmark)
         benchmarks.append(benchmark)
     return benchmarks
@@ -126,7 +117,7 @@ def load_evaluation(evaluation: Evaluation, load: Callable[..., list[Benchmark]]
 
 def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskConfig, Judge, Vote]:
     """Return a task's rows (None: the hub has them), lighteval's configuration, and how answers are judged and read."""
-    if name in LIGHTEVAL or name == "amc23":
+    if name in request.LIGHTEVAL or name == "amc23":
         config = _amc23() if name == "amc23" else _lightevals_config(name)
         if config.generation_size is not None:
             config.generation_size = max(config.generation_size, LEAST_NEW_TOKENS)
@@ -137,10 +128,10 @@ def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskCo
         return running_sum.held_out(), task, lambda doc, text: answer(text) == doc.get_golds()[0], answer
     kind, _, path = name.partition(":")
     judge, vote = {
-        MATH: (_math_judge(), _mathematics),
-        ACCURACY: (_accuracy_judge, _marked),
-        EXACT: (lambda doc, text: is_exactly(text, doc.get_golds()[0]), _text),
-        NUMBER: (_number_judge, last_number),
+        request.MATH: (_math_judge(), _mathematics),
+        request.ACCURACY: (_accuracy_judge, _marked),
+        request.EXACT: (lambda doc, text: is_exactly(text, doc.get_golds()[0]), _text),
+        request.NUMBER: (_number_judge, last_number),
     }[f"{kind}:"]
     return read_problems(Path(path)), _local(name, None), judge, vote
 
@@ -152,10 +143,10 @@ def _refuse_unreadable(benchmark: Benchmark) -> None:
     ways = ("<answer>{}</answer>", "${}$", "\\boxed{{{}}}")
     wrong = [gold for doc, gold in pairs if not any(benchmark.is_right(doc, way.format(gold)) for way in ways)]
     if wrong:
-        kind = "a number" if benchmark.name.startswith(NUMBER) else "mathematics"
+        kind = "a number" if benchmark.name.startswith(request.NUMBER) else "mathematics"
         raise ValueError(
             f"{benchmark.name}: the answers to {len(wrong)} of {len(golds)} problems ({wrong[0]!r}, for one) cannot be "
-            f"read as {kind}, so that whatever is said would be wrong; {EXACT}PATH compares letters"
+            f"read as {kind}, so that whatever is said would be wrong; {request.EXACT}PATH compares letters"
         )
 
 
@@ -224,7 +215,7 @@ def _mathematics(text: str) -> Any:
 
 def _lightevals_config(name: str) -> LightevalTaskConfig:
     """Return a copy of lighteval's own configuration of a task."""
-    return copy.copy(next(config for config in task_module(LIGHTEVAL[name]).TASKS_TABLE if config.name == name))
+    return copy.copy(next(config for config in task_module(request.LIGHTEVAL[name]).TASKS_TABLE if config.name == name))
 
 
 def _amc23() -> LightevalTaskConfig:

@@ -304,31 +304,26 @@ def rendering(tokenizer: PreTrainedTokenizerBase, templates: Templates, interact
     options = templates.chat_template_kwargs or {}
     if not interaction.has_calls():
         return options
-    from trl.chat_template_utils import (
-        add_response_schema,
-        get_training_chat_template,
-        is_chat_template_prefix_preserving,
-        supports_tool_calling,
-    )
+    from trl import chat_template_utils as of_trl
 
-    if not supports_tool_calling(tokenizer):
+    if not of_trl.supports_tool_calling(tokenizer):
         raise ConfigError(
             "tools, environments: the model's chat template does not render calls of tools and their answers; give one "
             "that does as chat_template (with a response_template that finds the calls), or use another model"
         )
     if getattr(tokenizer, "response_template", None) is None:
         try:
-            add_response_schema(tokenizer)
+            of_trl.add_response_schema(tokenizer)
         except ValueError as error:
             raise ConfigError(
                 "tools, environments: TRL does not know how calls are written in this chat template; give a "
                 "response_template, as transformers describes it under response parsing"
             ) from error
-    if is_chat_template_prefix_preserving(tokenizer):
+    if of_trl.is_chat_template_prefix_preserving(tokenizer):
         template = None
     else:
         try:
-            template = get_training_chat_template(tokenizer)
+            template = of_trl.get_training_chat_template(tokenizer)
         except ValueError as error:
             raise ConfigError(
                 "tools, environments: the chat template renders earlier turns in another way when a tool has "
