@@ -63,18 +63,16 @@ class Benchmark:
         return max(firsts, key=firsts.count, default=None)
 
 
+@dataclass
 class _Mathematics:
     """Hold what math-verify has parsed from an answer; two are equal if math-verify verifies one against the other."""
 
-    def __init__(self, parsed: list[Any]) -> None:
-        self.parsed = parsed
+    parsed: list[Any]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Mathematics):
             return NotImplemented
         return verify(self.parsed, other.parsed) or verify(other.parsed, self.parsed)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def load(names: Sequence[str], *, max_samples: int | None = None, num_samples: int = 1) -> list[Benchmark]:

@@ -297,24 +297,21 @@ def check_continues(state: State, expected: Run, folder: str | Path) -> None:
         "noise_seed": f"its run had noise_seed: {state.noise_seed}",
         "dataset": "its run had other training data, so the prompts still to come would differ",
     }
-    for name, text in way_out.items():
-        if getattr(state, name) != getattr(expected, name):
-            raise CheckpointMismatch(f"cannot resume from {folder}: {text}. {ANOTHER_RUN}")
-    if state.processes not in (None, expected.processes):  # each shuffles with random numbers of its own
-        raise CheckpointMismatch(
-            f"cannot resume from {folder}: its run had {state.processes} trainer processes and this one has "
-            f"{expected.processes}; use accelerate launch --num_processes {state.processes}. {ANOTHER_RUN}"
+    if state.processes is not None:  # each shuffles with random numbers of its own
+        way_out["processes"] = (
+            f"its run had {state.processes} trainer processes and this one has {expected.processes}; use accelerate "
+            f"launch --num_processes {state.processes}"
         )
-    if None not in (state.reference, expected.reference) and state.reference != expected.reference:
+    if state.reference is not None and expected.reference is not None:
         was, now = (
             f"the adapter of SHA-256 {sha256[:12]}" if sha256 else "the base"
             for sha256 in (state.reference, expected.reference)
         )
         change = "name that one as adapter_name_or_path" if state.reference else "leave adapter_name_or_path out"
-        raise CheckpointMismatch(
-            f"cannot resume from {folder}: beta compared its policy with {was}, and would with {now}; {change}. "
-            f"{ANOTHER_RUN}"
-        )
+        way_out["reference"] = f"beta compared its policy with {was}, and would with {now}; {change}"
+    for name, text in way_out.items():
+        if getattr(state, name) != getattr(expected, name):
+            raise CheckpointMismatch(f"cannot resume from {folder}: {text}. {ANOTHER_RUN}")
 
 
 def recorded(*parts: Any) -> dict[str, Any]:

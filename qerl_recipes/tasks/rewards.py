@@ -152,13 +152,8 @@ def length(
     for key, size, right in zip(keys, lengths, correct, strict=True):
         group = [other for other, other_key in zip(lengths, keys, strict=True) if other_key == key]
         shortest, longest = min(group), max(group)
-        if right is None:
-            rewards.append(None)
-        elif shortest == longest:
-            rewards.append(0.0)
-        else:
-            value = 0.5 - (size - shortest) / (longest - shortest)
-            rewards.append(value if right else min(0.0, value))
+        value = 0.5 - (size - shortest) / (longest - shortest) if shortest < longest else 0.0
+        rewards.append(None if right is None else value if right else min(0.0, value))
     return rewards
 
 
