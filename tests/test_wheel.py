@@ -84,6 +84,8 @@ def test_a_wheel_has_the_command_the_plugin_the_kernels_and_the_recipes(installe
     recipes = next(installed.glob("lib/python*/site-packages/qerl_recipes/recipes"))
     names = {file.relative_to(ROOT / "recipes") for file in (ROOT / "recipes").rglob("*.yaml")}
     assert {file.relative_to(recipes) for file in recipes.rglob("*.yaml")} == names
+    templates = [file for kind in ("html", "jinja", "mplstyle") for file in (ROOT / "qerl_recipes").rglob(f"*.{kind}")]
+    assert all((recipes.parent / file.relative_to(ROOT / "qerl_recipes")).is_file() for file in templates)
     named = "recipes/demo/grpo/nvfp4_lora.yaml"
     assert f"QeRL's own is {recipes.parent / named}" in run(installed, "qerl", "train", "--config", named, code=2)
     run(installed, "qerl", "doctor", "--recipe", recipes / "Qwen2.5-7B-Instruct/grpo/nvfp4_lora.yaml")

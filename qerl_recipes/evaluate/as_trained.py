@@ -161,12 +161,9 @@ def _task_of(run: str | Path, recipe: Mapping[str, Any]) -> str:
 
 def is_of_training(task: str, recipe: Mapping[str, Any], problems: Path | None = None) -> bool:
     """Return True if a task, for episodes the file ``problems``, reads what the run was trained on."""
-    if has_episodes(task) and problems is not None:
-        file = problems.resolve()
-    elif task.startswith(request.LOCAL):
-        file = Path(task.partition(":")[2]).resolve()
-    else:
+    file = Path(task.partition(":")[2]) if task.startswith(request.LOCAL) else problems if has_episodes(task) else None
+    if file is None:
         return False
     trained_on = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
     places = [Path(place).resolve() for place in trained_on if place is not None]
-    return any(file in (place, place / "train.jsonl") for place in places)
+    return any(file.resolve() in (place, place / "train.jsonl") for place in places)

@@ -108,7 +108,6 @@ def open_adapter(folder: str | Path) -> AdapterFolder:
 
 def engine_rank(rank: int) -> int:
     """Return vLLM's smallest ``max_lora_rank`` that holds ``rank``; raise ValueError above 512."""
-    for allowed in ENGINE_RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ValueError(f"an adapter of rank {rank} cannot be served: vLLM holds at most rank {ENGINE_RANKS[-1]}")
+    if rank > ENGINE_RANKS[-1]:
+        raise ValueError(f"an adapter of rank {rank} cannot be served: vLLM holds at most rank {ENGINE_RANKS[-1]}")
+    return next(allowed for allowed in ENGINE_RANKS if rank <= allowed)
