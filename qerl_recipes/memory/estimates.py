@@ -43,22 +43,12 @@ class MicroBatch:
 
 
 def saved_in_a_block(
-    size: ModelSize,
-    rank: int,
-    targets: int,
-    padded_to: int = 0,
-    *,
-    autocast: bool = True,
-    itemsize: int = BF16,
-    attended: float = 1.0,
+    size: ModelSize, batch: MicroBatch, rank: int, targets: int, *, autocast: bool = True, itemsize: int = BF16
 ) -> int:
     """Return the bytes per token that one block saves for its backward.
 
     * ``targets``: the number of linears of a block that carry the adapter.
-    * ``padded_to``: the length of a padded sequence, or 0 for packed rows. With a mask, the attention saves the mask,
-      and k and v for every query head; without, of a shared prompt only keys and values more than once.
     * ``autocast``: autocast to BF16 is on and model/lora.py computes the adapter. Without it PEFT does, in fp32.
-    * ``attended``: tokens that the attention sees per computed token, above 1 if prompts are shared.
     """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
     width, lora_width = (BF16, BF16) if autocast else (itemsize, FP32)  # bytes of an activation, of an adapter's input
@@ -74,7 +64,8 @@ def saved_in_a_block(
         linears, mlp = 7, 2 * width * I  # gate, up
         inputs += (2 * H if is_copied else H) + I
     adapter_inputs = lora_width * inputs * targets // linears + lora_width * rank * targets
-    keys = padded_to + 2 * Q if padded_to else int(attended * 2 * KV)  # and values
+    # padded, the attention saves the mask, and keys and values for every query head
+    keys = batch.length + 2 * Q if batch.rows else int(batch.attended * 2 * KV)
     return norms + adapter_inputs + FP32 * size.heads + width * (2 * Q + keys) + mlp
 
 

@@ -343,15 +343,8 @@ class _Run:
         itemsize, layers = self.itemsize, self.size.layers
         # With use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on a GPU.
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu
-        block = estimates.saved_in_a_block(
-            self.size,
-            self.rank,
-            sizes.most_in_a_block(self.targets),
-            self.length if batch.rows else 0,
-            autocast=autocast,
-            itemsize=itemsize,
-            attended=batch.attended,
-        )
+        most = sizes.most_in_a_block(self.targets)
+        block = estimates.saved_in_a_block(self.size, batch, self.rank, most, autocast=autocast, itemsize=itemsize)
         kept = estimates.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
         in_block, head = estimates.at_work(
             self.size, batch, block, checkpointed=checkpointed, expands=self.arm != "bf16", itemsize=itemsize

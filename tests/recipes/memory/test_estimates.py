@@ -167,15 +167,9 @@ def test_a_block_keeps_what_pytorch_saves(
     (one, size), (two, _) = (saved_bytes(kind, layers, **options) for layers in (1, 2))
     # The plan counts the BF16 copy of one block's adapter elsewhere.
     casts = 2 * adapter_elements(size.linears, 16) if autocast else 0
-    estimate = estimates.saved_in_a_block(
-        size,
-        16,
-        targets=4 if size.experts else 7,
-        padded_to=TOKENS if padded else 0,
-        autocast=autocast,
-        itemsize=dtype.itemsize,
-        attended=1 + 2 * shared / TOKENS,
-    )
+    batch = estimates.MicroBatch(TOKENS, TOKENS, TOKENS, int(padded), TOKENS, 1 + 2 * shared / TOKENS)
+    options = {"autocast": autocast, "itemsize": dtype.itemsize}
+    estimate = estimates.saved_in_a_block(size, batch, 16, 4 if size.experts else 7, **options)
     assert (two - one - casts) / TOKENS == pytest.approx(estimate, rel=within)
 
 
