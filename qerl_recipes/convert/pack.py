@@ -18,7 +18,7 @@ import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, dequantize, divisor_from_amax
 
 from qerl_recipes.convert.shards import Entry, progress_of, write_shards
-from qerl_recipes.model.families import on_meta
+from qerl_recipes.model.families import on_meta, routers
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, Nvfp4Scheme
 from qerl_vllm_plugin.weights.expected import MODEL_TYPES, fused_with
 from qerl_vllm_plugin.weights.families import kept_in_bf16, of_images
@@ -61,7 +61,7 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
     except ValueError as error:
         raise CheckpointError(f"{report.folder}: {error}; only transformers' own models are quantized") from error
     head = model.get_output_embeddings()
-    kept = tuple(name for name, module in model.named_modules() if module is head or _is_router(name, module, model))
+    kept = (*routers(model), *(name for name, module in model.named_modules() if module is head))
     shapes = dict(_packable(model, kept))
     patterns = kept_in_bf16(report.config.get("model_type"))
     gates = [name for name in shapes if any(matches(pattern, name) for pattern in patterns)]
@@ -85,14 +85,6 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
         _check_layer(report, name, shape, name in packed)
     ignored = tuple(name for name in shapes if name not in packed)
     return Plan(packed, (*kept, *ignored), frozenset(name for name, _ in model.named_parameters()))
-
-
-def _is_router(name: str, module: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Return True for a child with a matrix of its own of a block that has ``experts``."""
-    parent, _, _ = name.rpartition(".")
-    weight = getattr(module, "weight", None)
-    is_matrix = isinstance(weight, torch.nn.Parameter) and weight.dim() == 2
-    return is_matrix and bool(parent) and hasattr(model.get_submodule(parent), "experts")
 
 
 def _packable(model: torch.nn.Module, kept: Collection[str]) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -12,6 +12,7 @@ from qerl_vllm_plugin.weights.expected import experts
 from qerl_vllm_plugin.weights.families import FAMILIES, WITHOUT_NVFP4, WITHOUT_SLOTS, of_images
 
 if TYPE_CHECKING:  # it imports TRL, which a trainer of another stack does not need
+    import torch
     from transformers import PreTrainedModel
 
     from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
@@ -38,6 +39,17 @@ def on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
         return model
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(f"transformers cannot build a causal language model of type {kind!r} ({error})") from error
+
+
+def routers(model: "torch.nn.Module") -> dict[str, "torch.nn.Module"]:
+    """Return the routers by name: the children with a matrix of their own of each block that has ``experts``."""
+    return {
+        f"{parent}.{name}": child
+        for parent, block in model.named_modules()
+        if hasattr(block, "experts")
+        for name, child in block.named_children()
+        if getattr(getattr(child, "weight", None), "ndim", 0) == 2
+    }
 
 
 def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]:

@@ -19,6 +19,7 @@ from qerl_kernels.silu_mul import scaled_silu_mul
 from qerl_kernels.tiles import TiledWeight
 from transformers import PreTrainedModel
 
+from qerl_recipes.model import families
 from qerl_vllm_plugin.weights.checkpoint import check_tensors
 
 
@@ -299,12 +300,7 @@ def dense_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 def replace_routers(model: PreTrainedModel) -> int:
     """Wrap the router of every expert layer in an UnroundedRouter, and return the number of routers."""
-    routers = []
-    for parent in [name for name, module in model.named_modules() if hasattr(module, "experts")]:
-        for child, module in model.get_submodule(parent).named_children():
-            weight = getattr(module, "weight", None)
-            if hasattr(module, "top_k") and isinstance(weight, torch.Tensor) and weight.ndim == 2:
-                routers.append((f"{parent}.{child}", module))
-    for name, router in routers:
+    routers = {name: router for name, router in families.routers(model).items() if hasattr(router, "top_k")}
+    for name, router in routers.items():
         model.set_submodule(name, UnroundedRouter(name, router))
     return len(routers)

@@ -289,7 +289,7 @@ def test_experts_that_a_checkpoint_keeps_in_bf16_stay_so(make_bf16, tmp_path):
 
 
 def test_experts_are_not_quantized_while_loading(make_bf16):
-    with pytest.raises(ValueError, match=r"experts of a BF16 checkpoint are not quantized .*qerl quantize"):
+    with pytest.raises(ValueError, match=r"experts in BF16 are not quantized .*qerl quantize"):
         loading.load(make_bf16("qwen3_moe"), quantization="qerl_nvfp4")
 
 
