@@ -110,15 +110,9 @@ class Needs:
                 f"its adapter has at most rank {state['max_rank']} and this one has {self.rank}; start it with "
                 f"{self._adapter_option()}"
             )
-        if state["quantization"] != "qerl_nvfp4":
-            misfits.append(f"its quantization is {state['quantization']}; start it with --quantization qerl_nvfp4")
-        if state["dtype"] != self.dtype:
-            misfits.append(f"it computes in {state['dtype']}, not in {self.dtype}; start it with --dtype {self.dtype}")
-        if state["logprobs_mode"] != LOGPROBS:
-            misfits.append(
-                f"its log-probabilities are {state['logprobs_mode']}, not of what was sampled from; start it with "
-                f"--logprobs-mode {LOGPROBS}"
-            )
+        for key, needed in (("quantization", "qerl_nvfp4"), ("dtype", self.dtype), ("logprobs_mode", LOGPROBS)):
+            if state[key] != needed:
+                misfits.append(f"its {key} is {state[key]}; start it with --{key.replace('_', '-')} {needed}")
         if state["speculative"] not in (None, *DRAFTS):
             misfits.append(
                 f"it drafts by a second model ({state['speculative']}), which has neither adapter nor noise; start it "

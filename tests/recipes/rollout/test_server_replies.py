@@ -35,10 +35,10 @@ FITTING = {
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"dtype": "float16"}, "it computes in float16, not in bfloat16; start it with --dtype bfloat16"),
+        ({"dtype": "float16"}, "its dtype is float16; start it with --dtype bfloat16"),
         (
             {"logprobs_mode": "raw_logprobs"},
-            "its log-probabilities are raw_logprobs, .*; start it with --logprobs-mode processed_logprobs",
+            "its logprobs_mode is raw_logprobs; start it with --logprobs-mode processed_logprobs",
         ),
         ({"quantization": None}, "its quantization is None; start it with --quantization qerl_nvfp4"),
         ({"speculative": "eagle"}, r"it drafts by a second model \(eagle\).*; start it without --speculative-config"),
