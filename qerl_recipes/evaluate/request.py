@@ -169,8 +169,9 @@ class Evaluation(Sampling):
         template = None if self.chat_template is None else template_text(self.chat_template)
         is_greedy, has_no_template = self.temperature == 0, self.use_chat_template is False
         fixed = sorted(FIXED & (self.generation_kwargs or {}).keys())
-        narrowing = {"top_p": self.top_p} if self.top_p < 1 else {}
-        narrowing |= {name: value for name, value in (self.generation_kwargs or {}).items() if name in DRAWN and value}
+        drawing = {"top_p": self.top_p} if self.top_p < 1 else {}
+        drawing |= {name: value for name, value in (self.generation_kwargs or {}).items() if name in DRAWN and value}
+        drawing |= {"seed": self.seed} if self.seed is not None and not self.episodes else {}
         of_template = [name for name in ("chat_template", "chat_template_kwargs") if getattr(self, name)]
         of_episodes = [name for name in OF_EPISODES if getattr(self, name) is not None]
         if is_greedy and self.num_samples > 1:
@@ -178,10 +179,8 @@ class Evaluation(Sampling):
                 f"num_samples is {self.num_samples}, but temperature 0 gives the same answer each time; "
                 "set temperature (0.6, say) or num_samples=1"
             )
-        for name in narrowing if is_greedy else ():
-            raise ValueError(f"{name} is {narrowing[name]}, but temperature 0 (greedy) draws nothing; {DRAW}")
-        if is_greedy and self.seed is not None and not self.episodes:
-            raise ValueError(f"seed is {self.seed}, but temperature 0 (greedy) draws nothing; {DRAW}")
+        for name in drawing if is_greedy else ():
+            raise ValueError(f"{name} is {drawing[name]}, but temperature 0 (greedy) draws nothing; {DRAW}")
         if fixed:
             raise ValueError(
                 f"generation_kwargs cannot set {', '.join(fixed)}: temperature, top_p, seed, num_samples and "

@@ -277,10 +277,11 @@ class ServerLink:
             self._silent_since = None
 
     def _refusal(self, error: PolicyRefusedError) -> Exception:
+        refuses = f"the server at {self.url} refuses: {error}"
         if error.status == 401:
             return ServerRefusedError(
-                f"the server at {self.url} refuses: {error}. The admin token is that of {TOKEN_FILE} or {TOKEN}, and "
-                f"the key of --api-key that of {API_KEY}: the same for server and trainer; {self._hint()}"
+                f"{refuses}. The admin token is that of {TOKEN_FILE} or {TOKEN}, and the key of --api-key that of "
+                f"{API_KEY}: the same for server and trainer; {self._hint()}"
             )
         if error.status == 404:
             return ServerRefusedError(
@@ -288,11 +289,9 @@ class ServerLink:
                 f"VLLM_PLUGINS=qerl and {TOKEN_FILE} or {TOKEN} in its environment"
             )
         if error.status == 409:
-            return AnotherPolicyError(
-                f"the server at {self.url} refuses: {error}: another program pushes policies there. Use one server a "
-                f"run; {self._hint()}"
-            )
-        return ServerRefusedError(f"the server at {self.url} refuses: {error}; {self._hint()}")
+            another = "another program pushes policies there. Use one server a run"
+            return AnotherPolicyError(f"{refuses}: {another}; {self._hint()}")
+        return ServerRefusedError(f"{refuses}; {self._hint()}")
 
     def _hint(self) -> str:
         return what_is_kept(self._output_dir)

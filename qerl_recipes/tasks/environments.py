@@ -197,10 +197,8 @@ def _schema_problems(interaction: Interaction) -> Iterator[str]:
         try:
             get_json_schema(tool)
         except Exception as error:  # transformers' own errors, and NameError for a type that is not there
-            if inspect.ismethod(tool):
-                yield f"environments: {tool.__qualname__}: {error}; {DOCUMENTED}, or begin its name with _"
-            else:
-                yield f"tools: {tool.__qualname__}: {error}; {DOCUMENTED}"
+            key, or_else = ("environments", ", or begin its name with _") if inspect.ismethod(tool) else ("tools", "")
+            yield f"{key}: {tool.__qualname__}: {error}; {DOCUMENTED}{or_else}"
     for name, instances in interaction.environments.items() or {None: None}.items():
         methods = [] if instances is None else instances.methods
         names = [tool.__name__ for tool in (*interaction.tools, *methods)]
