@@ -100,7 +100,8 @@ class Workload:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least {least}{why}")
         self.config()
         if self.micro_batch is not None and self.sequences % self.micro_batch:
-            raise ValueError(f"per_device_train_batch_size does not divide the {self.sequences} completions of a step")
+            size = f"per_device_train_batch_size: {self.micro_batch}"
+            raise ValueError(f"{size} does not divide the {self.sequences} completions of a step")
 
     @property
     def sequences(self) -> int:
