@@ -93,9 +93,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> boo
         raise ValueError("use_chat_template was asked for, but this model's tokenizer has none; give --chat_template")
     is_used = has_template if sampling.use_chat_template is None else sampling.use_chat_template
     if sampling.chat_template_kwargs and not is_used:
-        raise ValueError(
-            f"chat_template_kwargs {sampling.chat_template_kwargs} would be ignored: no chat template is used"
-        )
+        raise ValueError(f"chat_template_kwargs {sampling.chat_template_kwargs} would be ignored: no template is used")
     return is_used
 
 

@@ -63,9 +63,7 @@ def unpacked(digits: str, problems: int, num_samples: int) -> np.ndarray:
     data, count = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8), problems * num_samples
     bits = np.unpackbits(data).astype(bool)
     if len(data) != -(-count // 8) or bits[count:].any():
-        raise ValueError(
-            f"{len(digits)} hexadecimal digits are not {num_samples} answers to each of {problems} problems"
-        )
+        raise ValueError(f"{len(digits)} hex digits are not {num_samples} answers to each of {problems} problems")
     return bits[:count].reshape(problems, num_samples)
 
 

@@ -157,9 +157,7 @@ def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
                     name = MODELS.get(label, label) + suffix
                     rows.append(Accuracy(task, name, value, low, high, result["n"], result["ended"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} does not hold accuracy, ci95, n and ended for each task and model ({error!r}); evaluate again"
-        ) from error
+        raise ValueError(f"{path} does not hold accuracy, ci95, n, ended ({error!r}); evaluate again") from error
     return rows
 
 

@@ -155,9 +155,7 @@ def _means(rows: pd.DataFrame, metric: str, steps: str) -> pd.DataFrame:
     ends = rows.groupby(["arm", "seed"]).step.max()
     if len(early := ends[ends.between(first, last - 1)]):
         (arm, seed), end = early.idxmin(), early.min()
-        raise StudyError(
-            f"--steps {first}-{last}: the last step with {metric} of {arm} seed {seed} is {end}; end there"
-        )
+        raise StudyError(f"--steps {steps}: the last step with {metric} of {arm} seed {seed} is {end}; end there")
     return rows[rows.step.between(first, last)].groupby(["arm", "seed"]).value.mean().to_frame(metric)
 
 

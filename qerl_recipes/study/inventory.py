@@ -291,9 +291,7 @@ def keep(study: Study, table: Path, folder: Path) -> None:
         wanted = ["accuracy" if name == study.primary else f"accuracy/{name}" for name in names]
         for what in (*wanted, PLAN, BASE):
             if not (of_run.metric.eq(what) | (of_run.metric.str.startswith(what) & (what in FACTS))).any():
-                raise StudyError(
-                    f"{table}: {possible[key].folder} has no {what}; leave --finished out, so that it is run"
-                )
+                raise StudyError(f"{table}: {possible[key].folder} has no {what}; leave --finished out")
     _refuse_bases_of(study, runs, table)
     earlier = [of_run for run, of_run in kept(folder).items() if run not in runs]
     write_table(pd.concat([*earlier, rows]), folder / KEPT)

@@ -270,9 +270,7 @@ def read(path: Path) -> Study:
     for arm, keys in study.arms.items():
         model = study.settled(keys).get("model_name_or_path")
         if not (isinstance(model, str) and model):
-            raise StudyError(
-                f"{path}: arms.{arm} has no model_name_or_path, nor has {study.recipe}; name the model there"
-            )
+            raise StudyError(f"{path}: arms.{arm} has no model_name_or_path, nor has {study.recipe}; name it there")
     return study
 
 

@@ -114,9 +114,7 @@ def _claim(study: Study, folder: Path) -> None:
             "anew with another --output"
         )
     if changed := sorted(key for key in content if before[key] != content[key]):
-        raise StudyError(
-            f"{folder} holds another study: {', '.join(changed)} differ; name another folder with --output"
-        )
+        raise StudyError(f"{folder} holds another study: {', '.join(changed)} differ; name another with --output")
 
 
 # The processes.

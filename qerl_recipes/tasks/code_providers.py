@@ -76,11 +76,9 @@ def run_in_a_process(program, given, seconds):  # type: ignore[no-untyped-def]
 
 def judge_of(script: ScriptArguments) -> Judge:
     """Return the judge that ``code_provider`` names; raise ConfigError for an unknown one or what it lacks."""
-    providers = {"e2b": _e2b, "morph": _morph, "piston": _piston, "local": _local}
+    providers = {"e2b": _e2b, "local": _local, "morph": _morph, "piston": _piston}
     if script.code_provider not in providers:
-        raise ConfigError(
-            f"code_provider cannot be {script.code_provider!r}; it is one of {', '.join(sorted(providers))}"
-        )
+        raise ConfigError(f"code_provider cannot be {script.code_provider!r}; it is one of {', '.join(providers)}")
     if script.parallel_code_exec_per_proc < 1:
         raise ConfigError(f"parallel_code_exec_per_proc must be at least 1, not {script.parallel_code_exec_per_proc}")
     return providers[script.code_provider](script)
@@ -162,9 +160,7 @@ def _morph(script: ScriptArguments) -> Judge:
         from morphcloud.api import MorphCloudClient
         from morphcloud.sandbox import Sandbox
     except ImportError as error:
-        raise ConfigError(
-            f"code_provider: morph needs a package with morphcloud.sandbox: pip install 'morphcloud<0.1.80'{INSTEAD}"
-        ) from error
+        raise ConfigError(f"code_provider: morph needs a package: pip install 'morphcloud<0.1.80'{INSTEAD}") from error
     client = MorphCloudClient(api_key=_needed("MORPH_API_KEY", "morph"))
 
     def result_of(tests: str) -> Any:

@@ -182,9 +182,8 @@ def _rollout_func(script: ScriptArguments) -> Callable[..., Mapping[str, Any]] |
     try:
         inspect.signature(function).bind([], None)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"rollout_func: {script.rollout_func} does not take (prompts, trainer), which TRL gives it"
-        ) from error
+        name = script.rollout_func
+        raise ConfigError(f"rollout_func: {name} does not take (prompts, trainer), which TRL gives it") from error
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"rollout_func: {script.rollout_func} is async, and TRL does not await it")
     return function

@@ -31,9 +31,7 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
     malformed prompt. Warns if held-out problems are among the training problems.
     """
     if (source := script.dataset_name) is None:
-        raise ConfigError(
-            "dataset_name is missing; offline, reasoning_gym, running_sum and pick_number need no download"
-        )
+        raise ConfigError("dataset_name is missing; reasoning_gym, running_sum and pick_number need no download")
     train, held_out = loaders.get(source, from_name)(script)
     column = script.dataset_prompt_column or "prompt"
     if may_lack_prompts and "prompt" == column not in train.column_names:
@@ -42,9 +40,7 @@ def read(script: ScriptArguments, loaders: Mapping[str, DatasetLoader], *, may_l
     held_out = None if held_out is None else rename(held_out, {column: "prompt"}, source)
     if script.dataset_size is not None and source not in GENERATED:
         if script.dataset_size > len(train):
-            raise ConfigError(
-                f"dataset_size is {script.dataset_size}, but {source} has {len(train)} problems; lower it"
-            )
+            raise ConfigError(f"dataset_size is {script.dataset_size}, {source} has {len(train)} problems; lower it")
         order = Dataset.from_dict({"row": range(len(train))}).shuffle(seed=script.dataset_seed)
         rows = order["row"][: script.dataset_size]
         train = train.select(rows)
