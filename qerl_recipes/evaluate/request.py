@@ -176,8 +176,7 @@ class Evaluation(Sampling):
         of_episodes = [name for name in OF_EPISODES if getattr(self, name) is not None]
         if is_greedy and self.num_samples > 1:
             raise ValueError(
-                f"num_samples is {self.num_samples}, but temperature 0 gives the same answer each time; "
-                "set temperature (0.6, say) or num_samples=1"
+                f"num_samples is {self.num_samples}, but temperature 0 gives the same answer each time; {DRAW}"
             )
         for name in drawing if is_greedy else ():
             raise ValueError(f"{name} is {drawing[name]}, but temperature 0 (greedy) draws nothing; {DRAW}")

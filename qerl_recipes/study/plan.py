@@ -147,10 +147,8 @@ class Study(_Strict):
             if (trainer := keys.get(TRAINER, OURS)) not in TRAINERS:
                 raise ValueError(f"arms.{arm}: trainer is {trainer!r}; it is one of {', '.join(TRAINERS)}")
             if null := sorted(key for key, value in keys.items() if value is None):
-                raise ValueError(
-                    f"arms.{arm}: {', '.join(null)} is null, which cannot override a key of the recipe. Remove the key "
-                    "from the recipe, and set it in each arm that has it"
-                )
+                way_out = "take it out of the recipe, and set it in each arm that has it"
+                raise ValueError(f"arms.{arm}: {', '.join(null)} is null, which cannot override a key; {way_out}")
         self._check_arms_named()
         unique: dict[str, list[Any]] = {"seeds": self.seeds, "comparisons": self.comparisons}
         if self.sweep:

@@ -109,10 +109,8 @@ def _claim(study: Study, folder: Path) -> None:
     begun = with_current_names(before.pop(RECIPE, {}))
     before = json.loads(Study.model_validate(before).model_dump_json(exclude=texts))
     if changed := sorted(key for key in {*begun, *recipe} if begun.get(key) != recipe.get(key)):
-        raise StudyError(
-            f"{folder} was begun with another {study.recipe}: {', '.join(changed)} differ; put them back, or begin "
-            "anew with another --output"
-        )
+        differ = f"{', '.join(changed)} differ; put them back, or name another --output"
+        raise StudyError(f"{folder} was begun with another {study.recipe}: {differ}")
     if changed := sorted(key for key in content if before[key] != content[key]):
         raise StudyError(f"{folder} holds another study: {', '.join(changed)} differ; name another with --output")
 

@@ -190,10 +190,8 @@ def soft_overlong_punishment(script: ScriptArguments) -> Reward:
     from trl.rewards import get_soft_overlong_punishment
 
     if not 0 < script.soft_punish_cache < script.max_completion_len:
-        raise ConfigError(
-            "soft_overlong_punishment needs 0 < soft_punish_cache < max_completion_len, "
-            f"not {script.soft_punish_cache} and {script.max_completion_len}"
-        )
+        given = f"{script.soft_punish_cache} and {script.max_completion_len}"
+        raise ConfigError(f"soft_overlong_punishment needs 0 < soft_punish_cache < max_completion_len, not {given}")
     punishment = get_soft_overlong_punishment(script.max_completion_len, script.soft_punish_cache)
 
     def soft_overlong_punishment(

@@ -110,10 +110,8 @@ def from_files(script: ScriptArguments, name: str, config: str | None) -> Splits
     splits = read_splits(name, config)
     train = _rows(splits, "dataset_train_split", script.dataset_train_split)
     if train is None:
-        raise ConfigError(
-            f"dataset_name {name} has no split {script.dataset_train_split!r} but {', '.join(sorted(splits))}; "
-            "set dataset_train_split"
-        )
+        known = f"has no split {script.dataset_train_split!r} but {', '.join(sorted(splits))}"
+        raise ConfigError(f"dataset_name {name} {known}; set dataset_train_split")
     held_out = _rows(splits, "dataset_test_split", script.dataset_test_split)
     if held_out is None:
         return _select(splits, train), None
@@ -176,10 +174,8 @@ def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
     """Return ``dataset_kwargs``; raise ConfigError for an option that is not ``allowed``."""
     kwargs = dict(script.dataset_kwargs or {})  # type: ignore[arg-type]
     if unknown := sorted(set(kwargs) - allowed):
-        raise ConfigError(
-            f"dataset_kwargs: {script.dataset_name} knows no {', '.join(unknown)}; it knows "
-            f"{', '.join(sorted(allowed)) or 'no options'}"
-        )
+        known = ", ".join(sorted(allowed)) or "no options"
+        raise ConfigError(f"dataset_kwargs: {script.dataset_name} knows no {', '.join(unknown)}; it knows {known}")
     return kwargs
 
 
