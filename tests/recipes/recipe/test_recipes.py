@@ -74,7 +74,7 @@ def test_arms_of_a_model_differ_only_in_quantization_noise_and_learning_rate():
 def test_a_mixture_is_refused_before_its_download(stand_ins):
     recipe = str(RECIPES / "Qwen3-30B-A3B" / "grpo" / "nvfp4_lora.yaml")
     local = ["--dataset_kwargs", json.dumps({"path": str(stand_ins["bigmath"])})]
-    with pytest.raises(ConfigError, match=r"experts of a BF16 checkpoint .* qerl quantize SOURCE DESTINATION"):
+    with pytest.raises(ConfigError, match=r"experts in BF16 .* qerl quantize SOURCE DESTINATION"):
         check(*parse(["--config", recipe, *CPU, *local]))
     check(*parse(["--config", recipe, *CPU, *local, "--model_name_or_path", str(stand_ins["packed"])]))
 

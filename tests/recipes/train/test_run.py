@@ -294,7 +294,7 @@ def test_what_a_mixture_of_experts_cannot_have_is_refused(train_main, write_reci
     attention = ("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj")
     with pytest.raises(ValueError, match=r"lora_target_modules: all-linear means the experts .*use .q_proj, k_proj"):
         train_main(*flags)
-    with pytest.raises(ValueError, match=r"qerl_nvfp4: experts of a BF16 checkpoint .*qerl quantize"):
+    with pytest.raises(ValueError, match=r"qerl_nvfp4: experts in BF16 .*qerl quantize"):
         train_main(*flags, *attention)
     with pytest.raises(ValueError, match="nf4 leaves experts in BF16"):
         train_main(*flags, *attention, "--quantization", "nf4")
