@@ -170,9 +170,10 @@ def serving(
 
 @contextmanager
 def ballast(left: int) -> Iterator[int]:
-    """Hold all of a GPU's memory but ``left`` bytes during the block; yield the bytes held.
+    """Make a GPU smaller: hold all of its memory but ``left`` bytes during the block; yield the bytes held.
 
     This takes another process: a limit inside torch would count memory that the engine has handed back as still in use.
+    Raises ValueError if fewer bytes are free.
     """
     holder = Arm(__name__, {"left": left})
     try:

@@ -59,7 +59,8 @@ def run(
     """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
     The command's help says what the options are. Each ``rank`` takes an engine of its own: a smaller adapter in the
-    same engine would be filled up with zeros. An arm that fails is in the result with its reason, and the others go on.
+    same engine would be filled up with zeros and take as long. An arm that fails is in the result with its reason, and
+    the others go on. Raises ValueError for an unknown shape or arm and for what this machine cannot measure.
     """
     check_shape(shape)
     check_gpus(tensor_parallel_size)

@@ -201,7 +201,11 @@ def run(
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every arm, print the table, and write it as JSON; ``memory`` (bytes) limits all processes together."""
+    """Measure every arm, print the table, and write it to ``output`` as JSON.
+
+    ``memory`` (bytes) limits what all processes together may hold of the GPU. An arm that fails is in the result with
+    its reason. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
+    """
     from qerl_recipes.bench.random_model import check_disk
 
     work.check()

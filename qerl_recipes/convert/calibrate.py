@@ -37,8 +37,9 @@ def write_own_answers(
 ) -> str:
     """Write a model's answers to the first ``samples`` training problems of a recipe; return a summary in one line.
 
-    The model samples as the rollouts do, without an adapter and in the recipe's dtype. ``output`` gets a JSON line for
-    each problem: ``text``, prompt and answer as the model sees them, and its ``input_ids``.
+    The model samples as the rollouts do, without an adapter and in the recipe's dtype; the engine shares the GPU with
+    no trainer. ``output`` gets a JSON line for each problem: ``text``, prompt and answer as the model sees them, and
+    its ``input_ids``. Raise ValueError or OSError before the engine starts for what cannot be asked or written.
     """
     if samples < 1:
         raise ValueError(f"--samples is {samples}; it must be at least 1")
@@ -118,6 +119,7 @@ def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int
     """Read the first ``samples`` texts (None: up to 256) -> (rows of token ids, counts).
 
     A line's "input_ids" are its tokens, or else ``tokenizer``'s. Empty texts are dropped, others cut to 2048 tokens.
+    Raise ValueError, naming file and line, for a line without a text, or with "input_ids" of another, and for too few.
     """
     total = sum(1 for _ in numbered(path))
     if samples is not None and samples > total:

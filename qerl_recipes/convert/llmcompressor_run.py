@@ -26,7 +26,12 @@ TAIL_LINES = 15
 def run(
     source: Path, destination: Path, *, method: str, ignore: Sequence[str], rows: Sequence[Sequence[int]], device: str
 ) -> None:
-    """Quantize the folder ``source`` into the empty folder ``destination``; ``rows`` are token ids of texts."""
+    """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
+
+    ``rows`` are the token ids of each calibration text. ``device`` is cpu, cuda or cuda:N.
+
+    Raise ValueError if there is no such GPU, and RuntimeError with the program's last lines if it fails.
+    """
     visible = _visible(device)
     python = environment()
     with tempfile.TemporaryDirectory() as scratch:

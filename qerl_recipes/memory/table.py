@@ -34,8 +34,9 @@ SIGNS = ("out of memory", "cublas_status_alloc_failed")
 def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) -> int:
     """Print the memory plan of a recipe, and return the exit status: 0 if the run fits, else 1.
 
-    Without ``memory_gb`` and without a GPU it is made for common sizes, and the table shows the smallest one that fits,
-    or else the largest. Of a folder of recipes ``what_fits`` is printed.
+    Of a folder of recipes ``what_fits`` is printed. The plan is for a GPU of ``memory_gb`` or this machine's. Without
+    either it is made for common sizes, and the table shows the smallest one that fits, or else the largest. Raises
+    ValueError for an unreadable recipe, and unless ``memory_gb`` is above 0.
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"--gpu_memory is {memory_gb:g}; it is the GPU's memory in GB, such as 80")

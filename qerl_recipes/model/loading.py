@@ -75,7 +75,8 @@ def load(
 def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[GradientCheckpointingLayer]:
     """Return the blocks that keep their activations: all after the first ``checkpointed``, or none for None.
 
-    The last blocks keep them, because their memory is free again when the first ones recompute theirs.
+    The last blocks keep them, because their memory is free again when the first ones recompute theirs. Without a plan
+    of `qerl train`, -1 ("as few as fit") gives no blocks and a warning. Raises ValueError if there are fewer blocks.
     """
     if checkpointed is None:
         return []

@@ -17,9 +17,9 @@ from qerl_vllm_plugin import noise
 class TrainerRMSNorm(torch.nn.Module):
     """Multiply the normalized input by ``offset + (weight + noise)``; the noise never changes the stored weight.
 
-    ``offset`` is 1 for a norm that is stored as w and used as 1 + w. With ``rounded`` effective weight and normalized
-    input are each rounded before the product, as in stock vLLM and transformers; without, once, as in the NVFP4 arm's
-    engine.
+    ``weight: (H,)`` is the checkpoint's in fp32. ``offset`` is 1 for a norm that is stored as w and used as 1 + w. With
+    ``rounded`` the effective weight and the normalized input are each rounded before the product, as in stock vLLM and
+    transformers. Without it there is one rounding at the end, as in the engine of the NVFP4 arm.
     """
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, rounded: bool = False, offset: float = 0.0) -> None:
@@ -95,7 +95,11 @@ def named_norms(model: torch.nn.Module) -> Iterator[tuple[str, TrainerRMSNorm]]:
 def set_noise(
     model: torch.nn.Module, sigma: float, seed: int, rollout: int, targets: Sequence[str] = noise.DEFAULT_TARGETS
 ) -> int:
-    """Set the target norms' noise to sigma * z(seed, rollout, name), the engine's bits; return the number of norms."""
+    """Set the noise of the target norms to sigma * z(seed, rollout, name), and return the number of target norms.
+
+    It replaces all earlier noise, and has the same bits as in the engine. Raises ValueError for a negative or
+    non-finite sigma, and for a target that names none of the norms; the noise then stays as it was.
+    """
     sigma = noise.check_sigma(sigma)
     norms = dict(named_norms(model))
     chosen = noise.targeted(norms, targets)
@@ -133,7 +137,10 @@ def save_norms(norms: Mapping[str, torch.Tensor], folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_norms(model: torch.nn.Module, folder: str | Path) -> int:
-    """Load the norms saved in ``folder`` into ``model``, all or, with a ValueError, none; return their number."""
+    """Load the norms that a training run saved in ``folder`` into ``model``, and return their number (0: no file).
+
+    Raises ValueError, before any weight changes, if a name or shape is not this model's or a value is not finite.
+    """
     file = Path(folder) / NORMS
     if not file.exists():
         return 0

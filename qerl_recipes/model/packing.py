@@ -68,7 +68,8 @@ def pack(
     """Pack the sequences of a batch into rows of at most ``pack_tokens`` tokens; a longer sequence has its own row.
 
     ``input_ids`` and ``attention_mask`` are (B, P + C) on the CPU, with C = ``completion``. Sequences whose completion
-    is masked out are left out; if all are, the first one is kept, so that there is something to differentiate.
+    is masked out are left out; if all are, the first one is kept, so that there is something to differentiate. Raises
+    ValueError for a completion without a prompt: no hidden state predicts its first token.
     """
     is_real = attention_mask.bool()
     prompts = is_real[:, :-completion].sum(dim=1).tolist()

@@ -40,17 +40,21 @@ def obstacle(training: "GRPOConfig") -> str | None:
 
 
 def is_wanted(training: "GRPOConfig") -> bool:
-    """Return True if the engine must start first, so that the trainer can read its weights; warn if it cannot.
+    """Return True if the engine must start first, so that the trainer can read its weights.
 
-    ``train.preflight`` has refused ``share_weights: true`` where there is an obstacle.
+    Raises ValueError if ``share_weights: true`` cannot be honoured. Warns if ``share_weights`` was left open and the
+    weights of the NVFP4 arm cannot be shared; vllm_mode: server gives no warning.
     """
     if training.share_weights is False:
         return False
     from qerl_recipes.recipe.configs import SERVER
 
     reason = obstacle(training)
-    if reason is not None and training.quantization == ARM and training.vllm_mode != SERVER:  # it implies a copy
-        warnings.warn(f"{OWN_COPY}: {reason}", stacklevel=2)
+    if reason is not None:
+        if training.share_weights:
+            raise ValueError(f"share_weights: {reason}; use share_weights: false")
+        if training.quantization == ARM and training.vllm_mode != SERVER:  # it implies a copy
+            warnings.warn(f"{OWN_COPY}: {reason}", stacklevel=2)
     return reason is None
 
 

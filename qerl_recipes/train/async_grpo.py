@@ -118,7 +118,11 @@ def attention(
     window_size: tuple[int, int],
     **options: Any,
 ) -> torch.Tensor:
-    """Attend, segment by segment, from ``query`` to ``key`` and ``value``, whose last are its own: (T, heads, D)."""
+    """Attend, segment by segment, from its ``query`` to ``key`` and ``value``, of which the last are its own.
+
+    Shapes are (T, heads, D), (K, key heads, D) and, of both starts, (segments + 1,). Raises ValueError for a sliding
+    window or a soft cap of the logits.
+    """
     if window_size != (-1, -1) or "softcap" in options:
         raise ValueError("this model attends by a sliding window or caps its logits, which AsyncGRPO cannot here")
     outputs = []

@@ -57,7 +57,11 @@ class PromptStream:
 def judged_by(
     per_reward: torch.Tensor, weights: torch.Tensor, names: Sequence[str], metric: str | None
 ) -> torch.Tensor:
-    """Return the reward ``metric`` (None: accuracy if there is one) or the weighted sum: (completions,), may be NaN."""
+    """Return the value by which dynamic sampling compares completions: (completions,), NaN where there is none.
+
+    It is the column of ``per_reward: (completions, rewards)`` that ``metric`` names, or for ``total`` their weighted
+    sum. None means accuracy if ``names`` have it, else the sum.
+    """
     if metric is None:
         metric = DEFAULT_METRIC if DEFAULT_METRIC in names else TOTAL
     if metric != TOTAL:

@@ -52,9 +52,10 @@ class Measured:
 class MicroBatch:
     """Hold one micro-batch of completions; tensors are (B, C) unless they say otherwise.
 
-    ``mask`` is as ``mask_of`` returns it. ``sampled`` are the engine's log-probabilities, NaN where it has none,
-    ``old`` the trainer's from before the first step of a rollout that serves several. ``advantages`` and ``lengths``,
-    of prompt and completion, are (B,). ``skipped: (B,)`` marks rows that are not computed.
+    ``mask`` is 1 where the policy sampled the token and it counts in the loss. ``sampled`` are the engine's
+    log-probabilities, NaN where it has none. ``old`` are the trainer's from before the first step of a rollout that
+    serves several. ``advantages`` are (B,), ``lengths: (B,)`` the tokens of prompt and completion. ``skipped: (B,)``
+    marks rows that are not computed, and is None if all are.
     """
 
     mask: torch.Tensor

@@ -169,8 +169,8 @@ def frac_reward_zero_std(
 ) -> float:
     """Return the share of groups in which no completion has an advantage over another.
 
-    ``per_reward`` is (completions, rewards), NaN for none. Compared are weighted sums, or each reward that has a
-    weight.
+    ``per_reward`` is (completions, rewards), with NaN for a missing value; they are compared by the sum weighted by
+    ``weights: (rewards,)`` or, unless ``is_summed``, by each reward whose weight is not 0.
     """
     if is_summed:
         columns = [judged_by(per_reward, weights, (), TOTAL)]

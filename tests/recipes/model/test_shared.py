@@ -321,6 +321,9 @@ OBSTACLES = [
 @pytest.mark.parametrize(("changes", "reason"), OBSTACLES)
 def test_promise_09_sharing_that_was_asked_for_and_cannot_be_is_refused(changes, reason):
     flags = [part for key, value in changes.items() for part in (f"--{key}", str(value))]
+    training = GRPOConfig(**CPU, **changes, share_weights=True)
+    with pytest.raises(ValueError, match=f"share_weights: .*{reason}.*; use share_weights: false"):
+        shared.is_wanted(training)
     with pytest.raises(ConfigError, match=f"share_weights: .*{reason}.*; use share_weights: false"):
         check(*parse(["--output_dir", "unused", "--use_cpu", "true", "--share_weights", "true", *flags]))
 
