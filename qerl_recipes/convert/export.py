@@ -40,7 +40,8 @@ def export(
     """Write the adapter folder ``adapter`` to ``destination``, whole or not at all, and return the destination.
 
     ``base`` is the base's present folder or model id, by default the one trained on. ``name`` is the adapter's in the
-    card's commands. Raise ValueError for an adapter that is damaged, or not of this base.
+    card's commands. Raise ValueError for an adapter that is damaged, or not of this base, and for ``merge`` of NF4 or
+    with a ``name``; FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     if merge and name is not None:
         raise ValueError(f"name {name!r} is of an adapter, and a merged checkpoint has none; remove --name or --merge")

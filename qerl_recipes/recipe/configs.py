@@ -8,7 +8,6 @@ would make the trainer's log-probabilities differ from the engine's.
 
 import argparse
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -176,8 +175,6 @@ class GRPOConfig(trl.GRPOConfig):
         except ValueError as error:
             raise ConfigError(batches.not_whole_groups(self) or str(error)) from error
         batches.settle(self, named)
-        if self.tf32:  # which TRL has switched on, and the start of vLLM's engine would switch off
-            os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", "high")
         if self.fp16:
             self.mixed_precision = "no"  # accelerate's loss scaler would skip steps; the trainer has its own
 

@@ -140,7 +140,8 @@ def resume_point(training: GRPOConfig, recipe: Mapping[str, Any]) -> ResumePoint
     """Return where the run goes on; None for a new run. Hold the lock on its output folder.
 
     Raises CheckpointMismatch for a folder that is not whole, is of another recipe (``run_state.recorded``), or ended in
-    the middle of a rollout, and where a new run would mix its files with those of an earlier one.
+    the middle of a rollout, and where a new run would mix its files with those of an earlier one. Raises ValueError for
+    a damaged line of metrics.jsonl, which the run would cut back.
     """
     if (folder := run_state.starting_point(training.output_dir, training.resume_from_checkpoint)) is None:
         return None

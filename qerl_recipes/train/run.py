@@ -32,8 +32,9 @@ if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has
 def main(argv: Sequence[str]) -> None:
     """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
 
-    SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken, and SystemExit(143).
-    SIGINT (Ctrl-C) ends it at once, says what is kept, and raises SystemExit(130).
+    Everything that can be refused is refused before the model loads, by a ValueError. SIGTERM ends the run after the
+    step in progress, with a checkpoint where one may be taken, and SystemExit(143). SIGINT (Ctrl-C) ends it at once,
+    says what is kept, and raises SystemExit(130).
     """
     prepare()
     training, times = None, StartTimes()
@@ -174,6 +175,7 @@ def assemble(
 ) -> "QerlGRPOTrainer":
     """Build engine, then model, then trainer on the folder ``base``: the model may share the engine's weights."""
     warm_compiler()
+    import torch
     from peft import PeftModel
 
     from qerl_recipes.hooks import find
@@ -195,6 +197,8 @@ def assemble(
             str(base), training, rank=adapter.r, dtype=dtype, snapshot=snapshot, accelerator=training.distributed_state
         )
         on_failure.callback(engine.close)
+        if training.tf32:  # which vLLM's worker switches off in its process
+            torch.set_float32_matmul_precision("high")
         times.end("engine", getattr(engine, "start_seconds", {}))
         weights = shared.borrow(engine, training) if shared.is_wanted(training) else None
         policy: PreTrainedModel | PeftModel = loading.load(

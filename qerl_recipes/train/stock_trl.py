@@ -58,6 +58,8 @@ def main(argv: Sequence[str], *, all_weights: bool = False) -> None:
     script, training, model = parse(argv)
     if found := problems(script, training):
         raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in found))
+    import torch
+
     from qerl_recipes.files import run_state
     from qerl_recipes.files.whole_folder import whole_folder
     from qerl_recipes.train import preflight
@@ -67,6 +69,8 @@ def main(argv: Sequence[str], *, all_weights: bool = False) -> None:
         raise ConfigError(f"output_dir: {folder} is there; name another one")
     began, run = time.monotonic(), preflight.make(script, training, model)
     trainer = _trainer(run, all_weights)
+    if training.tf32:  # which vLLM's worker has switched off in this process
+        torch.set_float32_matmul_precision("high")
     trainer.train()
     state, policy = trainer.state, trainer.accelerator.unwrap_model(trainer.model)
     if all_weights:

@@ -364,21 +364,6 @@ def test_noise_keys_are_settled_after_parsing():
     assert paper.vllm_importance_sampling_correction is False
 
 
-def test_tf32_outlasts_the_start_of_an_engine(monkeypatch):
-    from vllm import envs
-
-    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
-    monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "highest")  # vLLM's default
-    monkeypatch.delenv("VLLM_FLOAT32_MATMUL_PRECISION")
-    try:
-        parse([*CPU, "--tf32", "true"])
-        torch.set_float32_matmul_precision(envs.VLLM_FLOAT32_MATMUL_PRECISION)  # as vLLM's worker on a GPU
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    finally:
-        torch.backends.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_recipe_runs_on_the_cpu(tmp_path):
     recipe = tmp_path / "recipe.yaml"

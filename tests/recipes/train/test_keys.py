@@ -6,6 +6,8 @@ import torch
 import transformers.trainer
 from digit_rewards import digits
 
+from qerl_recipes.train import stock_trl
+
 SAPO, VESPO = ({"loss_type": name, "steps_per_generation": 4, "max_steps": 4} for name in ("sapo", "vespo"))
 ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}  # above any entropy here
 # a key and its value -> what the recipe has beside it
@@ -72,3 +74,39 @@ def test_full_determinism_outlasts_the_trainers_start(train):
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Let tf32 be asked for here, and torch's settings be as they were afterwards."""
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_outlasts_the_start_of_the_engine(as_on_a_gpu, train, monkeypatch):
+    start = scripted_rollouts.ScriptedRollouts.__init__
+
+    def as_vllm(*arguments, **options):
+        torch.set_float32_matmul_precision("highest")  # by a worker in this process
+        start(*arguments, **options)
+
+    monkeypatch.setattr(scripted_rollouts.ScriptedRollouts, "__init__", as_vllm)
+    train(tf32=True)
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def test_tf32_outlasts_the_start_of_stock_trls_engine(as_on_a_gpu, write_recipe, make_bf16, monkeypatch):
+    class Started:
+        def __init__(self, *_):
+            torch.set_float32_matmul_precision("highest")  # by a worker in this process
+
+        def train(self):
+            raise InterruptedError(torch.backends.cuda.matmul.fp32_precision)
+
+    monkeypatch.setattr(stock_trl, "_trainer", Started)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    recipe = write_recipe(model_name_or_path=str(make_bf16("qwen2")), quantization="bf16")
+    with pytest.raises(InterruptedError, match="tf32"):
+        stock_trl.main(["--config", recipe, "--use_cpu", "true", "--bf16", "false", "--tf32", "true"])
