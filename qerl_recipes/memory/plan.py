@@ -216,10 +216,8 @@ class _Run:
         self.dtype = {"float16": "FP16", "float32": "FP32"}.get(model.dtype or "", "BF16")
         self.rank, self.targets = sizes.trained_adapter(script, model, size)
         self.engine = Engine(size, training, gpu, self.rank, self.itemsize)
-        self.sequences, self.cache_tokens = (
-            estimates.sequences(training),
-            max(0, self.engine.cache) // self.engine.token,
-        )
+        self.sequences = estimates.sequences(training)
+        self.cache_tokens = max(0, self.engine.cache) // self.engine.token
         # the key that determines the size of the KV cache
         self.cache_key = SHARE_KEY if training.vllm_kv_cache_memory_bytes is None else BYTES_KEY
         # why the trainer has its own copy of the weights, or None if it reads the engine's
