@@ -6,6 +6,7 @@ The clock is read around TRL's methods.
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from qerl_recipes.machine.environment import prepare
@@ -16,6 +17,7 @@ if __name__ == "__main__":
 
 import torch
 import trl
+from trl.generation import vllm_generation
 
 from qerl_recipes.bench.arms import Figures, answer
 from qerl_recipes.bench.train_arm import FROM_METRICS, TimedSteps, measure, random_prompts, random_reward
@@ -42,7 +44,7 @@ class TimedTRLSteps(TimedSteps):
 def begin(request: Figures) -> tuple[trl.GRPOTrainer, type[TimedSteps], AbstractContextManager[None]]:
     """Build TRL's trainer as its script ``trl grpo`` does."""
     if not torch.cuda.is_available():
-        help_on_a_cpu()
+        vllm_generation.LLM = partial(vllm_generation.LLM, **help_on_a_cpu())
     settings, model = trl.TrlParser((trl.GRPOConfig, trl.ModelConfig)).parse_args_and_config(request["flags"])
     settings.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
     trainer = trl.GRPOTrainer(

@@ -358,7 +358,7 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
         }
         if one.trained == MODEL:
             settings |= {"base": str(folder / MODEL), "adapter": None, "adapter_only": False}
-            settings["system_prompt"] = recipe.get("system_prompt")
+            settings |= {key: recipe.get(key) for key in ("dtype", "system_prompt")}
             settings["max_new_tokens"] = recipe.get("max_completion_length")
         missing.append({**settings, **options})
     return missing

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments, parse
+from qerl_recipes.recipe.configs import DTYPES, GRPOConfig, ModelConfig, ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_vllm_plugin.adapter.folder import STATE_FILE
@@ -53,7 +53,7 @@ def problems(script: ScriptArguments, training: GRPOConfig) -> list[str]:
 
 
 def main(argv: Sequence[str], *, all_weights: bool = False) -> None:
-    """Train as recipe and flags in ``argv`` say; save the adapter, or with ``all_weights`` the model in bfloat16."""
+    """Train as recipe and flags in ``argv`` say; save the adapter, or with ``all_weights`` the model in its dtype."""
     os.environ["VLLM_PLUGINS"] = ""  # vLLM as it is without this project
     script, training, model = parse(argv)
     if found := problems(script, training):
@@ -74,7 +74,7 @@ def main(argv: Sequence[str], *, all_weights: bool = False) -> None:
     trainer.train()
     state, policy = trainer.state, trainer.accelerator.unwrap_model(trainer.model)
     if all_weights:
-        policy.to("cpu").bfloat16()
+        policy.to("cpu", DTYPES[run.model.dtype or "bfloat16"])
     else:
         policy.peft_config["default"].base_model_name_or_path = run.run.base
     with whole_folder(folder, overwrite=False, proof=STATE_FILE) as unfinished:
@@ -131,10 +131,13 @@ def _trainer(run: "Preflight", all_weights: bool) -> "trl.GRPOTrainer":
                 figures = named({name: [value] for name, value in logs.items() if isinstance(value, float)})
                 file.append({"step": state.global_step, **step, "step_seconds": self.seconds, **figures})
 
+    # TRL leaves the dtype to vLLM, which rounds float32 to bfloat16 at each sync: most of a step at 1e-5 is lost in it
+    options: dict[str, Any] = {"dtype": run.model.dtype or "bfloat16"}
     if not torch.cuda.is_available():
-        help_on_a_cpu()
+        options |= help_on_a_cpu()
     elif (cache := run.training.vllm_kv_cache_memory_bytes) is not None:  # for several runs on one GPU
-        vllm_generation.LLM = partial(LLM, kv_cache_memory_bytes=cache)
+        options["kv_cache_memory_bytes"] = cache
+    vllm_generation.LLM = partial(LLM, **options)
     return trl.GRPOTrainer(
         model=str(run.base),
         reward_funcs=run.rewards,
@@ -146,11 +149,9 @@ def _trainer(run: "Preflight", all_weights: bool) -> "trl.GRPOTrainer":
     )
 
 
-def help_on_a_cpu() -> None:
-    """Start TRL's engine uncompiled, as all on a CPU, and let vLLM keep each weight, into which TRL loads."""
+def help_on_a_cpu() -> dict[str, Any]:
+    """Let vLLM keep each weight, into which TRL loads; return options that start its engine uncompiled on a CPU."""
     import torch
-    from trl.generation import vllm_generation
-    from vllm import LLM
     from vllm.model_executor.layers import utils
 
     from qerl_recipes.rollout.arms import ENGINE_ON_CPU
@@ -158,5 +159,5 @@ def help_on_a_cpu() -> None:
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    vllm_generation.LLM = partial(LLM, **ENGINE_ON_CPU)
     utils.dispatch_cpu_unquantized_gemm = keep
+    return ENGINE_ON_CPU

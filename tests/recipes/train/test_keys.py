@@ -5,6 +5,8 @@ import scripted_rollouts
 import torch
 import transformers.trainer
 from digit_rewards import digits
+from trl.generation import vllm_generation
+from vllm.model_executor.layers import utils
 
 from qerl_recipes.train import stock_trl
 
@@ -110,3 +112,16 @@ def test_tf32_outlasts_the_start_of_stock_trls_engine(as_on_a_gpu, write_recipe,
     recipe = write_recipe(model_name_or_path=str(make_bf16("qwen2")), quantization="bf16")
     with pytest.raises(InterruptedError, match="tf32"):
         stock_trl.main(["--config", recipe, "--use_cpu", "true", "--bf16", "false", "--tf32", "true"])
+
+
+def test_stock_trls_engine_computes_in_the_recipes_dtype(write_recipe, make_bf16, monkeypatch):
+    def started(**_):
+        raise InterruptedError(vllm_generation.LLM.keywords["dtype"])
+
+    monkeypatch.setattr("trl.GRPOTrainer", started)
+    monkeypatch.setattr(vllm_generation, "LLM", vllm_generation.LLM)  # put back afterwards
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    recipe = write_recipe(model_name_or_path=str(make_bf16("qwen2")), quantization="bf16", dtype="float32")
+    with pytest.raises(InterruptedError, match="float32"):
+        stock_trl.main(["--config", recipe, "--use_cpu", "true", "--bf16", "false"])

@@ -14,6 +14,7 @@ from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.study.inventory import read_table
 from qerl_recipes.train import stock_trl
+from qerl_vllm_plugin.wire.safetensors_file import read_header
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "recipes/demo/grpo/bf16_lora.yaml")
@@ -59,7 +60,7 @@ def test_a_study_compares_stock_trl_with_ours(tmp_path: Path, monkeypatch: pytes
         "arms": {
             "ours": keys,
             "stock": {**keys, "trainer": "trl"},
-            "whole": {**keys, "trainer": "trl_all_weights", "dtype": "float32", "learning_rate": 1e-5},
+            "whole": {**keys, "trainer": "trl_all_weights", "dtype": "float32", "bf16": False, "learning_rate": 1e-5},
         },
         "seeds": [0],
         "evaluations": {"greedy": {"tasks": "running_sum", "max_samples": 64}},
@@ -76,6 +77,10 @@ def test_a_study_compares_stock_trl_with_ours(tmp_path: Path, monkeypatch: pytes
         assert all(step["step_seconds"] > 0 and step["completion_length"] > 0 for step in steps)
         figures[arm] = [step["reward"] for step in steps]
         assert (folder / ("model" if arm == "whole" else "adapter") / "qerl_state.json").is_file()
+        if arm == "whole":  # nothing is rounded between trainer, engine and what is judged
+            assert all(step["logp_diff_mean"] < 1e-4 for step in steps)
+            header = read_header(folder / "model/model.safetensors")
+            assert {tensor.dtype for tensor in header.values()} == {"F32"}
     for stock in ("stock", "whole"):  # the start is the same, the draws are not
         assert figures[stock][0] == pytest.approx(figures["ours"][0], abs=0.15)
     rows = read_table(tmp_path / "out/results.csv.gz")
