@@ -131,7 +131,7 @@ def _trainer(run: "Preflight", all_weights: bool) -> "trl.GRPOTrainer":
                 figures = named({name: [value] for name, value in logs.items() if isinstance(value, float)})
                 file.append({"step": state.global_step, **step, "step_seconds": self.seconds, **figures})
 
-    # TRL leaves the dtype to vLLM, which rounds float32 to bfloat16 at each sync: most of a step at 1e-5 is lost in it
+    # TRL leaves the dtype to vLLM, which rounds float32 to bfloat16 at each sync and loses much of small steps
     options: dict[str, Any] = {"dtype": run.model.dtype or "bfloat16"}
     if not torch.cuda.is_available():
         options |= help_on_a_cpu()
