@@ -33,12 +33,14 @@ class Trained:
         if self.training.splits_by_tokens:
             return self._longest_row(packs) if packs and at_full_length else self._part(packs)
         rows = self.training.per_device_train_batch_size
-        tokens = attended = rows * self.length
+        attended, prompt, generations = rows * self.length, self.length - self.completion, self.training.num_generations
+        prompts = rows
         if self._shares_prompts(packs):
-            generations, prompt = self.training.num_generations, self.length - self.completion
             in_a_row = max(1, (packs - prompt) // self.completion)  # of a group; each packed row has its own prompt
             prompts = rows // generations * -(-generations // in_a_row)
-            tokens = rows * self.completion + prompts * prompt
+        elif attended <= packs and not self.is_flash:  # one packed row has each prompt of the rollout once at most
+            prompts = min(rows, self.training.generation_batch_size // generations)
+        tokens = rows * self.completion + prompts * prompt
         at_once = min(tokens, max(packs, self.length)) if packs else tokens
         scored = min(rows * self.completion, at_once) if packs else rows * self.completion
         padded = 0 if packs or self.is_flash else rows

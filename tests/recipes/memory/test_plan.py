@@ -239,8 +239,6 @@ def test_as_few_blocks_as_fit_leave_a_little_free(gigabytes: int) -> None:
 MEASURED = sorted((RECIPES.parent / "kernels/results").glob("train_*.json"))
 # Runs since one attention call takes all sequences; earlier runs kept its outputs twice.
 AT_ONCE = ["train_30B-A3B_NVIDIA_H200", "train_7B_80GB_NVIDIA_H200"]
-# Four completions at a time of two groups hold two prompts, and the plan counts four.
-FEWER_PROMPTS = ["train_32B_16_by_4_NVIDIA_H200"]
 
 
 @pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.stem)
@@ -262,8 +260,8 @@ def test_a_plan_is_what_a_run_took(file: Path) -> None:
         planned = make(*parse(flags(recipe)), gpu=gpu, config=config)
         measured = result["summary"][arm]["peak_gb"]["process"] * GB
         least = 0.98 if file.stem in AT_ONCE else 0.945
-        most = 1.115 if file.stem in FEWER_PROMPTS else 1.035
-        assert least * measured < planned.at_full_length < most * measured, arm
+        most = max(1.035 * measured, measured + 1.5e9)  # in a small run the allocator wastes less than is planned
+        assert least * measured < planned.at_full_length < most, arm
         assert planned.at_full_length <= planned.peak, arm
 
 
@@ -285,12 +283,17 @@ def test_a_shared_prompt_counts_once_a_packed_row() -> None:
     [
         ["--gradient_accumulation_steps", "2"],  # completions of a prompt fall into different steps
         ["--loss_type", "bnpo"],
-        ["--num_generations", "16"],
     ],
     ids=lambda flags: flags[0][2:],
 )
 def test_completions_that_may_be_apart_share_no_prompt(flags: list[str]) -> None:
     assert "of 10240 tokens" in tokens(*flags) and "once" not in tokens(*flags)
+
+
+def test_no_more_prompts_count_than_a_rollout_has() -> None:
+    flags = ["--num_generations", "16"]  # four prompts, and eight completions of a micro-batch may be of each of them
+    assert "of 9216 tokens, prompts of a group once" in tokens(*flags)  # 4 * 256 + 8 * 1024
+    assert "of 10240 tokens" in tokens(*flags, "--pack_tokens", "9216")  # a prompt may be in both packed rows
 
 
 @pytest.mark.parametrize(
