@@ -23,13 +23,14 @@ from typing import Any
 from rich.console import Console
 
 from qerl_recipes.bench import lengths as uneven
-from qerl_recipes.bench import rollout_memory
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.engines import ADAPTERLESS, ARMS
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
 from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
+from qerl_recipes.machine.gpu import installed_gpu
+from qerl_recipes.memory import estimates, sizes
 from qerl_recipes.recipe.keys import ENGINE_RANKS
-from qerl_recipes.recipe.shapes import full_name
+from qerl_recipes.recipe.shapes import config_json, full_name
 
 ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {  # arguments of vllm.LLM that the benchmark sets itself
@@ -38,6 +39,10 @@ OURS = {  # arguments of vllm.LLM that the benchmark sets itself
     *("enable_lora", "max_lora_rank"),
 }
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+SET_BY_INTERLEAVE = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+LEAST_SHARE = 0.01  # vLLM refuses to start where less than this share of the GPU is free
+MARGIN = 1.1  # of the cache, for blocks that a step ahead takes
+BLOCK = 16  # tokens of vLLM's blocks on a GPU
 
 
 def run(
@@ -94,9 +99,9 @@ def run(
             "engine": _joined(engine, {} if variant is None else variants[variant]),
             "memory": {},
         }
-    if interleave:
-        for name, memory in rollout_memory.plan(shape, requests, cases).items():
-            requests[name]["memory"] = memory
+    for request in requests.values() if interleave and installed_gpu() is not None else ():
+        # vLLM's own measuring would count what another engine has taken as its own
+        request["memory"] = {"kv_cache_memory_bytes": cache_bytes(request), "gpu_memory_utilization": LEAST_SHARE}
     measured: dict[str, Figures] = {name: {} for name in requests}
     result = {
         "shape": shape,
@@ -141,7 +146,7 @@ def _check_names(
     for name, options in named.items():
         if ours := sorted(set(options) & OURS):
             raise ValueError(f"{name} names {ours[0]!r}, which this benchmark sets itself; leave it out")
-        if interleave and (ours := sorted(set(options) & set(rollout_memory.SET_HERE))):
+        if interleave and (ours := sorted(set(options) & set(SET_BY_INTERLEAVE))):
             raise ValueError(f"{name} names {ours[0]!r}, which --interleave sets for each engine; leave one out")
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 1:
         raise ValueError(f"rank is {list(ranks)}; name each rank once, each at least 1")
@@ -156,6 +161,18 @@ def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
         both_are_objects = isinstance(value, dict) and isinstance(options.get(name), dict)
         joined[name] = _joined(options[name], value) if both_are_objects else value
     return joined
+
+
+def cache_bytes(request: Mapping[str, Any]) -> int:
+    """Return the bytes on each GPU of a KV cache in which no sequence of any case waits for another."""
+    cases, block = request["cases"], request["engine"].get("block_size") or BLOCK
+    blocks = [sum(-(-(case.input + n) // block) + 1 for n in case.outputs) for case in (*cases, prefill(cases))]
+    itemsize, size = (
+        1 if request["kv_cache_dtype"].startswith("fp8") else 2,
+        sizes.measure(config_json(request["shape"])),
+    )
+    a_token = estimates.cache_of_a_token(size, request["tensor_parallel"], itemsize)
+    return int(MARGIN * max(blocks) * block * a_token)
 
 
 def take_turns(
