@@ -76,7 +76,6 @@ def rollout(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Measure each configuration with these caches, such as auto,fp8.")
     ] = "auto",
-    profile: Annotated[bool, typer.Option("--profile", hidden=True)] = False,  # of earlier releases
     interleave: Annotated[
         bool, typer.Option(help="Start all engines at once on one GPU, and measure each repeat on one after the other.")
     ] = False,
@@ -101,8 +100,6 @@ def rollout(
     from qerl_recipes.bench.rollout import run
     from qerl_recipes.bench.rollout_arm import make_cases
 
-    if profile:
-        raise typer.BadParameter("--profile has gone, and rates alone are measured now; see `vllm bench latency`")
     variants = dict(variant or [])
     if len(variants) < len(variant or []):
         raise typer.BadParameter("--variant gives one name twice; give each a name of its own")
@@ -142,12 +139,6 @@ def swap(
     from qerl_recipes.bench.swap import run
 
     run(shape, rank=rank, transports=transport.split(","), tensor_parallel_size=tensor_parallel_size, output=output)
-
-
-@bench.command(hidden=True, context_settings=PASS_THROUGH)
-def soak() -> None:
-    """Refuse: this has become `python tests/soak`, in a clone."""
-    raise ValueError("`qerl bench soak` has gone: run `python tests/soak` in a clone; it takes the same options")
 
 
 def _of_a_clone(script: str) -> Path:
@@ -237,7 +228,6 @@ def bench_train(
     ] = 3,
     rank: Rank = 32,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
-    part: Annotated[str, typer.Option(hidden=True)] = "step",  # of earlier releases
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GB of the GPU that may be used; the rest is blocked")
     ] = None,
@@ -247,8 +237,6 @@ def bench_train(
     """Time a whole GRPO step in each configuration, with random weights. Flags of `qerl train` may follow."""
     from qerl_recipes.bench.train import FIXED, FIXED_BESIDE_A_RECIPE, Workload, parse_overrides, run
 
-    if part != "step":
-        raise typer.BadParameter(f"--part is {part!r}, and whole steps alone are measured now; leave it out")
     overrides = parse_overrides(context.args, FIXED if config is None else FIXED_BESIDE_A_RECIPE)
     if config is None:
         work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)

@@ -37,7 +37,6 @@ REFUSALS = (
     ("rollout --shape tiny --variant a=0", "'--variant': '0' is not a JSON object"),
     ("rollout --shape tiny --variant a={} --variant a={}", "--variant gives one name twice"),
     ("rollout --shape tiny --variant 'a b={}'", "variant 'a b': a name is of letters"),
-    ("rollout --shape tiny --profile", "--profile has gone, and rates alone are measured now"),
     ("rollout --shape tiny --lengths lognormal:9,0.8", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     ("rollout --shape tiny --lengths lognormal:90,0.8,60", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     (
@@ -50,7 +49,6 @@ REFUSALS = (
     ("swap --shape tiny --transport http,pigeon", "['pigeon'] is unknown; it is one of auto, ipc, shared, http"),
     ("swap --shape tiny --transport ipc", "transport ipc needs an NVIDIA GPU"),
     ("swap --shape tiny --rank 0", "'--rank': Input should be greater than or equal to 1"),
-    ("soak --minutes 1", "run `python tests/soak` in a clone; it takes the same options"),
     ("kernels --tune --random 3", "choose one"),
     ("kernels --random 0", "--random 0: how many layers and batch sizes to draw; at least 1"),
     ("kernels --random=-3", "at least 1"),
@@ -70,7 +68,6 @@ REFUSALS = (
     (f"train --config {RECIPE} --model_revision old", "model_revision is not for a flag"),
     (f"train --config {PAPER}", "a rollout serves 4 steps, and a step with a rollout is timed"),
     ("train --config nowhere.yaml", "recipe nowhere.yaml cannot be read"),
-    (f"{TINY} --part training", "--part is 'training', and whole steps alone are measured now"),
     (f"{TINY} --rank 1024", "'--rank': Input should be less than or equal to 512"),
     (f"{TINY} --lora_r 8", "lora_r is not for a flag"),
     (f"{TINY} fast", "'fast' is neither an option"),
