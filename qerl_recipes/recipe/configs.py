@@ -6,7 +6,6 @@ Some defaults differ from TRL 1.16, because only an adapter on frozen weights is
 would make the trainer's log-probabilities differ from the engine's.
 """
 
-import argparse
 import math
 import warnings
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ from qerl_recipes.recipe.file import (
     RecipeParser,
     defaults_from_yaml,
     key,
+    read_flags,
     read_yaml,
-    translate_flags,
     up_to_date,
 )
 from qerl_recipes.recipe.generation import template_text
@@ -44,6 +43,7 @@ DEFAULT_NOISE_MODE = "both"  # if only sigmas are set; engine and trainer then d
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
 AS_FEW_AS_FIT = -1  # a value of recompute_layers
 WANDB = ("wandb_entity", "wandb_project", "wandb_run_group")  # keys, and in capitals environment variables
+HELP = {"-h", "--help"}
 _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
 
 
@@ -303,24 +303,24 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
     Values that can be parsed but not honoured are left to ``train.preflight``. On a machine without a CUDA GPU,
     ``use_cpu`` becomes true, ``bf16`` and ``tf32`` false, unless the recipe or a flag sets ``use_cpu``.
     """
-    flags, path = _split_config(list(argv))
     recipe, content, dropped = parser(), {}, {}
+    flags = read_flags(recipe, [word for word in argv if word not in HELP])
+    path = flags.pop("config", None)
     if path is not None:
         content = read_yaml(path)
         dropped = defaults_from_yaml(recipe, content, path)
-    set_keys = {*content, *(flag.partition("=")[0][2:].replace("-", "_") for flag in flags if flag.startswith("--"))}
+    if not HELP.isdisjoint(argv):
+        recipe.parse_args(["--help"])
+    set_keys = {*content, *flags}
     is_without_gpu = "use_cpu" not in set_keys and not torch.cuda.is_available()
     if is_without_gpu:
-        flags += ["--use_cpu", "true", "--bf16", "false", *(("--tf32", "false") if "tf32" in set_keys else ())]
-    arguments, dropped_flags = translate_flags(recipe, flags)
-    refused = [line for line in {**dropped, **dropped_flags}.values() if line is not None]
-    values, unparsed = recipe.parse_known_args(arguments)
-    if unparsed:
-        raise ConfigError(f"command line: {' '.join(unparsed)} belongs to no flag")
+        flags |= {"use_cpu": True, "bf16": False, **({"tf32": False} if "tf32" in set_keys else {})}
+    dropped |= defaults_from_yaml(recipe, flags, "command line")
+    refused = [line for line in dropped.values() if line is not None]
     try:
-        script, training, model = recipe.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        script, training, model = recipe.parse_args_into_dataclasses([], look_for_args_file=False)
     except _CONSTRUCTION_ERRORS as error:  # TRL and transformers check how their keys combine
-        lines = [*refused, *refusals(values)]
+        lines = [*refused, *refusals(recipe.parse_args([]))]
         if isinstance(error, ConfigError) or not lines:  # otherwise the refused keys are the cause
             lines.append(str(error))
         raise ConfigError("\n".join(lines)) from error
@@ -335,17 +335,6 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
     if training.vllm_max_model_length is None and script.max_prompt_length is not None:
         training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
     return script, training, model
-
-
-def _split_config(flags: list[str]) -> tuple[list[str], str | None]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[], nargs="?", const="")
-    given, rest = parser.parse_known_args(flags)
-    if len(given.config) > 1:
-        raise ConfigError("--config may be given once; put both recipes into one file")
-    if "" in given.config:
-        raise ConfigError("--config needs the path of a recipe")
-    return rest, next(iter(given.config), None)
 
 
 def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:

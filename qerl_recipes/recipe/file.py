@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -75,13 +75,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 class RecipeParser(TrlParser):
-    """Extend TRL's parser: a mistake raises ConfigError and no flag may be abbreviated."""
-
-    def __init__(self, dataclass_types: Iterable[Any]) -> None:
-        super().__init__(dataclass_types, allow_abbrev=False, prog="qerl train")
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+    """Extend TRL's parser by a help page of ours, and by what ``read_flags`` and ``defaults_from_yaml`` ask it."""
 
     def format_help(self) -> str:
         return help_text(self)
@@ -188,8 +182,6 @@ def _is_share(value: Any) -> bool:
 
 
 def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
-    if key in FORMER_KEYS:
-        _warn_of_former(where, key, FORMER_KEYS[key])
     if key == "warmup_ratio" and not _is_share(value):
         raise ConfigError(f"{where}: warmup_ratio is a share of all steps, at least 0 and below 1, not {value}")
     if key == "dataset_configs":
@@ -200,9 +192,9 @@ def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
 
 
 def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: str) -> dict[str, str | None]:
-    """Make the values of a recipe the defaults of ``parser``, checked as if they had been typed as flags.
+    """Make the values of a recipe, or of flags, the defaults of ``parser``.
 
-    Returns, for each key of WITHOUT_EFFECT in the recipe, its refusal, or None if it merely has no effect. Raises
+    Returns, for each key of WITHOUT_EFFECT among them, its refusal, or None if it merely has no effect. Raises
     ConfigError for an unknown key, a key that occurs under two names, or a value of the wrong type.
     """
     valid, defaults = parser.keys(), {}
@@ -230,7 +222,7 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
 
 
 def _checked(parser: RecipeParser, action: argparse.Action, value: object, where: str) -> Any:
-    """Convert a YAML value as the parser converts a flag's text: YAML reads 1e-5 as text and ``no`` as false."""
+    """Convert a value of YAML or of a flag as the parser converts text: YAML reads 1e-5 as text and ``no`` as false."""
     takes_list = action.nargs == "+"
     if value is None or (isinstance(value, dict) and action.type is str and not takes_list):
         return value
@@ -252,45 +244,33 @@ def _checked(parser: RecipeParser, action: argparse.Action, value: object, where
     return converted if takes_list else converted[0]
 
 
-def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
-    """Return flags under today's names, and what became of WITHOUT_EFFECT's; raise ConfigError for an unknown one."""
-    options, where = parser._option_string_actions, "command line"
-    translated: list[str] = []
-    dropped: dict[str, str | None] = {}
-    left = list(flags)
+def read_flags(parser: RecipeParser, flags: Sequence[str]) -> dict[str, Any]:
+    """Return flags as keys of a recipe, ``config`` among them, with words as values; raise ConfigError for others."""
+    where, left = "command line", list(flags)
+    content: dict[str, Any] = {}
     while left:
-        flag = left.pop(0)
-        if not flag.startswith("--"):
-            translated.append(flag)
-            continue
-        option, equals, value = flag.partition("=")
+        option, equals, text = (word := left.pop(0)).partition("=")
+        if not option.startswith("--"):
+            raise ConfigError(f"{where}: {word} belongs to no flag")
         key = option[2:].replace("-", "_")
-        words = [value] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), left))
-        text = words[0] if words else None
-        if key in WITHOUT_EFFECT:
-            is_list = WITHOUT_EFFECT[key].allowed == ([],)
-            dropped[key] = _drop(key, words if is_list else " ".join(words) or True, where)
-            left = left if equals else left[len(words) :]
-        elif key in RENAMED:
-            name, _ = _rename(key, [text] if key == "dataset_configs" else text, where)
-            translated.append(f"--{name}{equals}{value}")
-        elif text is not None and current_value(key, text) != text:
-            translated.append(f"{option}={up_to_date({key: text}, where)[key]}")
-            left = left if equals else left[1:]
-        elif option not in options:
-            raise unknown(key, parser.keys(), where)
-        elif (
-            text in ("None", "null")
-            and (action := options[option]).type is str
-            and action.choices is None
-            and action.dest in parser.may_be_none()
-        ):
-            raise ConfigError(
-                f"command line: {option} {text} would be that word; for none write {key}: null in the recipe"
-            )
-        else:
-            translated.append(flag)
-    return translated, dropped
+        action, dropped = parser._option_string_actions.get(f"--{key}"), WITHOUT_EFFECT.get(key)
+        takes_list = key == "dataset_configs" or (
+            action.nargs == "+" if action else dropped and dropped.allowed == ([],)
+        )
+        words = [text] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), left))
+        if not takes_list and dropped is None:
+            words = words[:1]
+        left = left if equals else left[len(words) :]
+        is_for_text = action is not None and action.type is str and action.choices is None
+        if is_for_text and words in (["None"], ["null"]) and key in parser.may_be_none():
+            way_out = f"for none write {key}: null in the recipe"
+            raise ConfigError(f"{where}: {option} {words[0]} would be that word; {way_out}")
+        if not words and (key == "config" or (action is not None and action.nargs != "?")):
+            raise ConfigError(f"{where}: {option} needs a value")
+        if key == "config" in content:
+            raise ConfigError("--config may be given once; put both recipes into one file")
+        content[key] = words if takes_list else " ".join(words) if words else True
+    return up_to_date(content, where)
 
 
 def help_text(parser: RecipeParser) -> str:

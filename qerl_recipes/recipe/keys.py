@@ -49,9 +49,8 @@ RANGES = {
 # Keys and values of the release before this one. They work for one more release, with a warning.
 FORMER_KEYS = {"checkpointed_layers": "recompute_layers", "skip_silent_rows": "skip_zero_advantage"}
 FORMER_VALUES = {"noise_mode": {"rollout": "engine", "corrected": "engine_is", "shared": "both"}}
-# keys that have another name now; the others are of Open-R1 (TRL 0.18, transformers 4.52)
+# keys of Open-R1 (TRL 0.18, transformers 4.52) that have another name now
 RENAMED = {
-    **FORMER_KEYS,
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps",  # transformers 5 reads warmup_steps below 1 as a share of all steps
     "vllm_max_model_len": "vllm_max_model_length",
