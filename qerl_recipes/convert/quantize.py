@@ -2,7 +2,6 @@
 
 import errno
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
 from qerl_kernels.scale_search import quantize_mse
 from rich.console import Console
-from rich.table import Table
 
 from qerl_recipes.convert.pack import LayerError, find_divisors, make_plan, measure, packed_shards, write_packed
 from qerl_recipes.convert.shards import copy_other_files, naming_target, repack, write_config
@@ -44,7 +42,7 @@ class QuantizeReport:
         (folder / "quantize_report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def print(self, console: Console | None = None) -> None:
-        """Print a row for each decoder layer and a column for each kind of linear, of experts the worst error."""
+        """Print what it was calibrated on, and the largest error of each kind of linear."""
         console = console or Console()
         if (used := self.calibration) is not None:
             console.print(
@@ -59,27 +57,12 @@ class QuantizeReport:
                 soft_wrap=True,
             )
             return
-        cells: dict[str, dict[str, float]] = {}  # row -> column -> error
-        for layer in self.layers:
-            row, column = _place(layer.name)
-            errors = cells.setdefault(row, {})
-            errors[column] = max(errors.get(column, 0.0), layer.relative_error)
-        columns = dict.fromkeys(column for errors in cells.values() for column in errors)
-        table = Table(title=f"relative error of the NVFP4 weights ({self.method}, {self.scales})", title_justify="left")
-        for column in ("layer", *columns):
-            table.add_column(column if "*" in column else column.rpartition(".")[2], justify="right", overflow="fold")
-        for row, errors in cells.items():
-            table.add_row(row, *(f"{errors[column]:.4f}" if column in errors else "" for column in columns))
-        console.print(table)
-        worst = max(self.layers, key=lambda layer: layer.relative_error)
-        console.print(f"worst: {worst.name} {worst.relative_error:.4f}; written to {self.destination}", soft_wrap=True)
-
-
-def _place(name: str) -> tuple[str, str]:
-    """Return row and column of a layer: ``3`` and ``mlp.experts.*.up_proj``, say."""
-    if (found := re.search(r"(?:^|\.)(\d+)\.(.*)", name)) is None:
-        return "", name
-    return found[1], re.sub(r"(?<![^.])\d+(?![^.])", "*", found[2])
+        worst = {}  # the last part of a layer's name -> the layer with the largest error
+        for layer in sorted(self.layers, key=lambda layer: layer.relative_error):
+            worst[layer.name.rpartition(".")[2]] = layer
+        for layer in reversed(worst.values()):
+            console.print(f"largest relative error: {layer.relative_error:.4f} {layer.name}", soft_wrap=True)
+        console.print(f"written to {self.destination}, with the other errors in quantize_report.json", soft_wrap=True)
 
 
 def quantize_checkpoint(
