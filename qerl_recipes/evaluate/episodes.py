@@ -32,7 +32,7 @@ from qerl_recipes.model.families import most_positions
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.generation import for_sampling_params
 from qerl_recipes.rollout import sampling
-from qerl_recipes.rollout.calls import Message, described
+from qerl_recipes.rollout.calls import Message, named
 from qerl_recipes.rollout.episodes import Episode, Player, begun
 from qerl_recipes.rollout.interface import GoOn, Profiler, Taken, Turn
 from qerl_recipes.rollout.sampling import Ended, Request
@@ -379,6 +379,8 @@ def side_by_side(policies: Mapping[str, Sequence[Played]]) -> dict[str, Any]:
 def _line(message: Message) -> tuple[str, str]:
     content = message.get("content") or ""
     parts = [content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)]
-    parts += [described(call) for call in message.get("tool_calls") or ()]
+    for name, given in map(named, message.get("tool_calls") or ()):
+        arguments = ", ".join(f"{key}={value!r}" for key, value in given.items()) if isinstance(given, dict) else given
+        parts.append(f"{name}({arguments})")
     speaker = message["role"] if message["role"] != "tool" else f"tool {message.get('name')}"
     return speaker, "\n".join(part for part in parts if part.strip())

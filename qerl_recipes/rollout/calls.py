@@ -62,10 +62,3 @@ def named(call: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the name and the arguments of a call as the policy wrote it; chat templates differ in where they are."""
     function = call.get("function") or call
     return str(function.get("name") or "unknown"), function.get("arguments")
-
-
-def described(call: Mapping[str, Any]) -> str:
-    """Return a call as it would be written in Python."""
-    name, given = named(call)
-    arguments = ", ".join(f"{key}={value!r}" for key, value in given.items()) if isinstance(given, dict) else given
-    return f"{name}({arguments})"

@@ -28,7 +28,7 @@ from transformers.utils import get_json_schema
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from qerl_recipes.rollout.calls import Message, as_text, described, named, read_any_text
+from qerl_recipes.rollout.calls import Message, as_text, named, read_any_text
 from qerl_recipes.rollout.interface import RolloutEngine, Taken, TakesTurns, Turn
 from qerl_recipes.tasks.environments import COLUMN
 from qerl_recipes.tasks.interface import Environment, Tool
@@ -40,7 +40,6 @@ HOLDS_UP = (
     ". Calls that hang wait one after another, those of an async tool together; set max_tool_seconds to no more than a "
     "call may need"
 )
-SHOWN = 80  # characters of a tool's answer in the log of completions
 
 
 @dataclass
@@ -77,25 +76,6 @@ class Episode:
     def append(self, ids: Sequence[int], logprobs: Sequence[float | None], is_sampled: bool) -> None:
         self.ids, self.logprobs = [*self.ids, *ids], [*self.logprobs, *logprobs]
         self.mask += [int(is_sampled)] * len(ids)
-
-    def table(self) -> str:
-        """Describe each turn in a line: its number, its tokens, and what it called with which answer."""
-        answers = [message for message in self.messages if message["role"] == "tool"]
-        turns = (message for message in self.messages if message["role"] == "assistant")
-        lines = []
-        for number, (tokens, turn) in enumerate(zip(self.turns, turns, strict=False), start=1):
-            parts = [f"{number}: {tokens} tokens"]
-            for call in turn.get("tool_calls") or ():
-                shown, name = described(call), named(call)[0]
-                answer = next((message for message in answers if message["name"] == name), None)
-                if answer is None:
-                    parts.append(f"{shown}: {'no tokens left' if self.is_cut else 'not called'}")
-                else:
-                    answers.remove(answer)
-                    text = str(answer["content"])
-                    parts.append(f"{shown} -> {text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}")
-            lines.append("; ".join(parts))
-        return "\n".join(lines)
 
 
 class Answer(NamedTuple):

@@ -152,8 +152,6 @@ class TurnsTrainer(GRPOTrainer):
     ) -> tuple[Any, ...]:
         if self.rollout_func is not None:  # it has taken the first turns
             self._play(prompt_ids, firsts=list(zip(completion_ids, logprobs, chain(*completions), strict=True)))
-        if self.log_completions:
-            self._log_completion_extra("turns", [episode.table() for episode in self._episodes])
         return for_trl(self._episodes)
 
     def _note_ends(self, scored: dict[str, Any], logged: dict[str, list[float]]) -> None:

@@ -122,7 +122,7 @@ def test_processes_with_one_engine_take_different_numbers_of_turns(
     records = read_metrics(tmp_path / "run")
     assert max(record["logp_diff_mean"] for record in records) < 0.05
     tables = [pd.read_parquet(file) for file in sorted((tmp_path / "run" / "completions").glob("*.parquet"))]
-    turns = [[len(text.splitlines()) for text in table["turns"]] for table in tables]
+    turns = [[sum(one["role"] == "assistant" for one in said) for said in table["completion"]] for table in tables]
     assert any(max(of[:2]) != max(of[2:]) for of in turns), turns
 
 
