@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,34 +199,20 @@ def _ends_in_order(machine: Machine, minutes: float | None) -> Iterator[None]:
 # What is left to do, and who does it.
 
 
-@dataclass
-class Left:
-    """Hold the runs that wait, in the order of the plan, and how many evaluations are at work."""
-
-    study: Study
-    jobs: int
-    untrained: list[Run] = field(default_factory=list)
-    trained: list[Run] = field(default_factory=list)
-    evaluations: int = 0
-
-    def next(self, places: int) -> tuple[list[Run], bool]:
-        """Return the runs to begin on one of ``places`` free places, if any waits, and whether they are trained."""
-        may_evaluate = not self.untrained or self.evaluations < max(1, self.jobs // EVALUATE)
-        if self.trained and may_evaluate:
-            weights = _weights(self.study, self.trained[0])
-            together = [one for one in self.trained if _weights(self.study, one) == weights]
-            if not self.untrained:
-                together = together[: -(-len(together) // places)]
-            self.trained = [one for one in self.trained if one not in together]
-            return together, True
-        return ([self.untrained.pop(0)] if self.untrained else []), False
+def take_together(study: Study, trained: list[Run], places: int) -> list[Run]:
+    """Take from the runs that wait for their evaluations those to begin on one of ``places`` free places."""
+    weights = _weights(study, trained[0])
+    alike = [one for one in trained if _weights(study, one) == weights]
+    together = alike[: -(-len(alike) // places)]
+    trained[:] = [one for one in trained if one not in together]
+    return together
 
 
 def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
     """Finish what is missing, each arm at its best value once its sweep is through; return why runs failed."""
     free = list(itertools.islice(itertools.cycle(visible_gpus() or [None]), jobs))
-    left, failed, begun = Left(study, jobs), list[str](), dict[str, float]()
-    at_work: dict[Future[list[str]], tuple[str | None, list[Run], bool]] = {}
+    untrained, trained, failed, begun = list[Run](), list[Run](), list[str](), list[str]()
+    at_work: dict[Future[list[str]], tuple[str | None, list[Run], list[Run]]] = {}
     with ThreadPoolExecutor(jobs) as pool:
         while True:
             known = all_runs(study, folder)
@@ -234,21 +220,23 @@ def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[
             more = ", of those known yet" if study.sweep else ""
             say(f"{len(finished)} of {len(known)} runs are there{more}")
             for one in known:
-                if one.folder not in begun.keys() | finished:
-                    (left.trained if (folder / one.folder / one.trained).is_dir() else left.untrained).append(one)
-                    begun[one.folder] = time.monotonic()
-            while free and (waiting := left.next(len(free)))[0]:
-                runs, trained = waiting
+                if one.folder not in finished.union(begun):
+                    (trained if (folder / one.folder / one.trained).is_dir() else untrained).append(one)
+                    begun.append(one.folder)
+            while free and (untrained or trained):
+                evaluations = sum(queue is trained for *_, queue in at_work.values())
+                if trained and (not untrained or evaluations < max(1, jobs // EVALUATE)):
+                    queue, runs = trained, take_together(study, trained, 1 if untrained else len(free))
+                else:
+                    queue, runs = untrained, [untrained.pop(0)]
                 gpu = free.pop(0)
-                task = pool.submit(_evaluate if trained else _train, study, runs, folder, machine, gpu, begun)
-                at_work[task] = gpu, runs, trained
-                left.evaluations += trained
+                task = pool.submit(_evaluate if queue is trained else _train, study, runs, folder, machine, gpu)
+                at_work[task] = gpu, runs, queue
             if not at_work:
                 return failed
             for task in wait(at_work, return_when=FIRST_COMPLETED).done:
-                gpu, runs, trained = at_work.pop(task)
-                left.evaluations -= trained
-                reasons, queue = task.result(), left.trained if trained else left.untrained
+                gpu, runs, queue = at_work.pop(task)
+                reasons = task.result()
                 places = [*free, *(place for place, *_ in at_work.values())]
                 if reasons and gpu in places and any(_ran_full(folder / one.folder / LOG) for one in runs):
                     queue[:0] = runs
@@ -256,17 +244,15 @@ def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[
                     continue
                 free.append(gpu)
                 failed += reasons
-                if not trained and not reasons and not machine.stopping.is_set():
-                    left.trained = sorted([*left.trained, *runs], key=lambda one: list(begun).index(one.folder))
+                if queue is untrained and not reasons and not machine.stopping.is_set():
+                    trained += runs
+                    trained.sort(key=lambda one: begun.index(one.folder))
 
 
-def _train(
-    study: Study, runs: Sequence[Run], root: Path, machine: Machine, gpu: str | None, begun: dict[str, float]
-) -> list[str]:
+def _train(study: Study, runs: Sequence[Run], root: Path, machine: Machine, gpu: str | None) -> list[str]:
     """Train one run; return why it failed."""
     (one,) = runs
     folder = root / one.folder
-    begun[one.folder] = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until and not machine.stopping.is_set():
@@ -282,15 +268,11 @@ def _train(
         command = [*TRAINERS[one.trainer], "--config", str(study.recipe), *one.flags, *flags(own)]
         return machine.call(command, folder / LOG, gpu)
 
-    code = attempt()
-    if _failed_to_start(code, one, folder, machine):
-        code = attempt()
+    code = _begun_again(attempt, one, folder, machine)
     return [] if code == 0 else _failure(one, folder, code, machine)
 
 
-def _evaluate(
-    study: Study, runs: Sequence[Run], root: Path, machine: Machine, gpu: str | None, begun: dict[str, float]
-) -> list[str]:
+def _evaluate(study: Study, runs: Sequence[Run], root: Path, machine: Machine, gpu: str | None) -> list[str]:
     """Evaluate runs together, or each on its own if that fails, as far as it is missing; return why runs failed."""
 
     def attempt() -> int | None:
@@ -300,20 +282,18 @@ def _evaluate(
         return machine.call(["evaluate-each", json.dumps(missing)], log, gpu, beside=beside)
 
     def apart(*parts: Sequence[Run]) -> list[str]:
-        return [reason for part in parts for reason in _evaluate(study, part, root, machine, gpu, begun)]
+        return [reason for part in parts for reason in _evaluate(study, part, root, machine, gpu)]
 
     if len(runs) > 1 and len(json.dumps(_evaluations(study, runs, root))) > ARGUMENT:
         return apart(runs[: len(runs) // 2], runs[len(runs) // 2 :])
-    code, folder = attempt(), root / runs[0].folder
-    if _failed_to_start(code, runs[0], folder, machine):
-        code = attempt()
+    folder = root / runs[0].folder
+    code = _begun_again(attempt, runs[0], folder, machine)
     if code != 0 and len(runs) > 1:
         return apart(*([one] for one in runs))
     if code != 0:
         return _failure(runs[0], folder, code, machine)
     for one in runs:
-        seconds = time.monotonic() - begun[one.folder]
-        say(f"{one.folder}: done, {seconds:.0f} s, {accuracy(study, one, root):.1%}")
+        say(f"{one.folder}: done, {accuracy(study, one, root):.1%}")
     return []
 
 
@@ -324,21 +304,22 @@ def _weights(study: Study, one: Run) -> tuple[Any, ...]:
     return own, recipe.get("quantization"), recipe.get("lora_r")
 
 
-def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine) -> bool:
-    """Return True, and say so, if a command ended because its engine did not start, and may do better a second time.
+def _begun_again(attempt: Callable[[], int | None], one: Run, folder: Path, machine: Machine) -> int | None:
+    """Return the exit code of a command, which is begun once more if it ended because its engine did not start.
 
     Of engines that start side by side one fails now and then: vLLM chooses a free port before it takes it, and may read
     a file of its compilation cache while another process writes it. A refusal, a training that has made a step, and
     what was told to end are left alone.
     """
+    code = attempt()
     if code is None or code <= 0 or machine.stopping.is_set() or _ran_full(folder / LOG):
-        return False
+        return code
     has_steps = not (folder / one.trained).is_dir() and (folder / FILE).exists()
     reason = _reason(folder / LOG)
     if has_steps or (reason.startswith(REFUSED) and not reason.startswith(BESIDE_OTHERS)):
-        return False
+        return code
     say(f"{one.folder}: ended with {code} before it had made anything, and is begun once more")
-    return True
+    return attempt()
 
 
 def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:

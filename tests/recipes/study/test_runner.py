@@ -171,10 +171,10 @@ def test_who_trains_an_arm_decides_its_command_and_what_is_judged(study, tmp_pat
 def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
     arms = {"a": {"quantization": "bf16"}, "b": {"quantization": "bf16", **weights}}
     plan = read(study(sweep=None, seeds=[0, 1], arms=arms))
-    left = runner.Left(plan, jobs=1, trained=all_runs(plan, Path("out")))
-    assert [run.folder for run in left.next(1)[0]] == ["a/seed-0", "a/seed-1"]
-    assert [run.folder for run in left.next(1)[0]] == ["b/seed-0", "b/seed-1"]
-    assert left.next(1) == ([], False)
+    trained = all_runs(plan, Path("out"))
+    assert [run.folder for run in runner.take_together(plan, trained, 1)] == ["a/seed-0", "a/seed-1"]
+    assert [run.folder for run in runner.take_together(plan, trained, 1)] == ["b/seed-0", "b/seed-1"]
+    assert trained == []
 
 
 @pytest.fixture
