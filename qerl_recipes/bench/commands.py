@@ -66,9 +66,9 @@ def rollout(
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|lognormal:MEAN,SIGMA,MAX",
-            help="Measure each number of sequences also with completions of unequal lengths: drawn from a file of "
-            "numbers of tokens, or at random; lognormal alone is lognormal:1440,0.8,4096.",
+            metavar="lognormal:MEAN,SIGMA,MAX",
+            help="Measure each number of sequences also with completions of unequal lengths, drawn at random; "
+            "lognormal alone is lognormal:1440,0.8,4096.",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Repeat each case this often, after one that warms up.")] = 3,
@@ -153,7 +153,7 @@ def scale(
     shape: Annotated[str, typer.Option(help="7B, 32B or 72B of Qwen2.5")] = "7B",
     completions: Annotated[int, typer.Option(help="completions of a step, dealt out to the GPUs")] = 1024,
     lengths: Annotated[
-        str, typer.Option(metavar="FILE|lognormal:MEAN,SIGMA,MAX", help="tokens out, as for `qerl bench rollout`")
+        str, typer.Option(metavar="lognormal:MEAN,SIGMA,MAX", help="tokens out, as for `qerl bench rollout`")
     ] = "lognormal",
     bandwidth_gb: Annotated[float, typer.Option(help="GB/s of a GPU to the next, for the all-reduce")] = 50,
     output: Output = None,

@@ -39,11 +39,7 @@ REFUSALS = (
     ("rollout --shape tiny --variant 'a b={}'", "variant 'a b': a name is of letters"),
     ("rollout --shape tiny --lengths lognormal:9,0.8", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     ("rollout --shape tiny --lengths lognormal:90,0.8,60", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
-    (
-        "rollout --shape tiny --lengths no/file",
-        "--lengths no/file: No such file or directory; it is a file or lognormal",
-    ),
-    ("rollout --shape tiny --lengths LICENSE", "it has a number of tokens in each line or a JSON list"),
+    ("rollout --shape tiny --lengths LICENSE", "--lengths is 'LICENSE'; it is lognormal:MEAN,SIGMA,MAX"),
     ("swap --shape 8B", "unknown shape '8B'"),
     ("swap --shape 7B", "shape 7B needs a CUDA GPU"),
     ("swap --shape tiny --transport http,pigeon", "['pigeon'] is unknown; it is one of auto, ipc, shared, http"),
