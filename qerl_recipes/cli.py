@@ -205,7 +205,6 @@ def export(
 ) -> None:
     """Write an adapter as a self-contained folder for PEFT and stock vLLM, or merge it into its base."""
     from qerl_recipes.convert.export import export as run
-    from qerl_recipes.convert.export import written
 
     task = _of_either_name("--evaluate", evaluate, "--measure", measure)
     if task is not None:
@@ -215,7 +214,7 @@ def export(
     elif max_samples is not None or gpu_memory_utilization is not None:
         option = "--gpu_memory_utilization" if max_samples is None else "--max_samples"
         raise typer.BadParameter(f"{option} is of --evaluate TASK; name one or remove it")
-    typer.echo(written(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)))
+    typer.echo(f"wrote {run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)}")
     if task is not None:
         from qerl_recipes.evaluate.merge_eval import measure as measure_merge
 

@@ -83,13 +83,6 @@ def export(
     return Path(destination)
 
 
-def written(folder: Path) -> str:
-    """Return one line that names the files of a folder and their size."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    size = sum(path.stat().st_size for path in files)
-    return f"wrote {folder}: {', '.join(path.name for path in files)} ({size / 1e6:,.1f} MB)"
-
-
 def _merge(
     saved: AdapterFolder, tensors: Tensors, norms: Tensors, source: str, destination: Path, overwrite: bool
 ) -> Path:
@@ -111,7 +104,7 @@ def _merge(
                 raise AdapterError(f"trained norm {name} {list(weight.shape)}: the base has {shape}")
     except AdapterError as error:
         raise ValueError(f"{saved.path} does not fit {source}: {error}") from error
-    target, arm = destination.absolute(), saved.quantization or "bf16"
+    target = destination.absolute()
     with whole_folder(target, overwrite=overwrite) as partial, naming_target(target):
         if report.scheme is None and saved.quantization == "qerl_nvfp4":
             # the adapter was trained on quantized weights: added to the BF16 ones, it would be another policy
@@ -122,14 +115,15 @@ def _merge(
             shutil.rmtree(partial / "packed")
         else:
             _write_merged(report, checked, norms, partial)
-        card = model_card.render_merged(
+        card = model_card.render(
             source,
             base_hash,
-            saved.sha256(),
+            saved.config,
             trained_norms=bool(norms),
-            quantization=arm,
+            quantization=saved.quantization or "bf16",
             datasets=hub_ids(saved.recipe),
             folder=target,
+            merged=saved.sha256(),
         )
         (partial / README).write_text(card, encoding="utf-8")
     return destination

@@ -31,17 +31,19 @@ def render(
     folder: str | Path,
     revision: str | None = None,
     is_rounded: bool = False,
+    merged: str | None = None,
 ) -> str:
     """Return the model card of an adapter as Markdown, with the hub's metadata on top.
 
     ``base`` is the absolute folder or model id that was trained on, ``datasets`` are ids of the hub, and ``folder`` is
     the adapter's absolute folder, or its repository on the hub. ``is_rounded`` says that ``base_hash`` is of the folder
-    that ``qerl quantize`` made of ``base``. Only the commands contain paths, and on the hub none of this machine.
+    that ``qerl quantize`` made of ``base``. ``merged`` is the adapter's hash if the card is of a checkpoint into which
+    it is merged. Only the commands contain paths, and on the hub none of this machine.
     """
     of_branch = [] if revision in (None, "main") else ["--revision", str(revision)]
     is_elsewhere = Path(base).is_absolute() and not Path(folder).is_absolute()
     targets, rank = adapter_config.get("target_modules"), adapter_config.get("r", 16)
-    return TEMPLATES.get_template("adapter_card.jinja").render(
+    return TEMPLATES.get_template("adapter_card.jinja" if merged is None else "merged_card.jinja").render(
         metadata=_metadata(base, datasets),
         base=short(base),
         is_elsewhere=is_elsewhere,
@@ -58,27 +60,7 @@ def render(
         serve=shlex.join(["vllm", "serve", short(base) if is_elsewhere else base, *of_branch]),
         allowed_rank=engine_rank(rank),
         lora=shlex.quote(f"{name}={folder}"),
-    )
-
-
-def render_merged(
-    base: str,
-    base_hash: str,
-    adapter_hash: str,
-    *,
-    trained_norms: bool,
-    quantization: str,
-    datasets: Sequence[str] = (),
-    folder: str | Path,
-) -> str:
-    """Return the model card of a checkpoint with a merged adapter; ``folder`` is its absolute path."""
-    return TEMPLATES.get_template("merged_card.jinja").render(
-        metadata=_metadata(base, datasets),
-        base=short(base),
-        base_hash=base_hash,
-        adapter_hash=adapter_hash,
-        trained_norms=trained_norms,
-        weights=WEIGHTS.get(quantization, quantization),
+        adapter_hash=merged,
         folder=shlex.quote(str(folder)),
     )
 

@@ -25,8 +25,8 @@ def test_a_card_says_what_stock_vllm_would_serve(trained_norms: bool) -> None:
 
 def test_the_hub_learns_base_data_and_task() -> None:
     of_adapter = model_card.render("a/b", "ab", CONFIG, trained_norms=False, datasets=["c/d"], folder="/a")
-    of_merged = model_card.render_merged(
-        "a/b", "ab", "cd", trained_norms=False, quantization="bf16", datasets=["c/d"], folder="/a"
+    of_merged = model_card.render(
+        "a/b", "ab", CONFIG, trained_norms=False, quantization="bf16", datasets=["c/d"], folder="/a", merged="cd"
     )
     for card, library in ((of_adapter, "peft"), (of_merged, "transformers")):
         told = ModelCard(card).data.to_dict()
