@@ -88,15 +88,15 @@ class Plan:
     def fits(self) -> bool:
         return self.peak <= self.gpu.memory and not self.problem
 
-    def largest(self, phase: str, count: int = 3) -> list[Part]:
+    def largest(self, phase: str) -> list[Part]:
+        """Return the parts that hold something in this phase, largest first."""
         held = [part for part in self.parts if getattr(part, phase)]
-        return sorted(held, key=lambda part: -getattr(part, phase))[:count]
+        return sorted(held, key=lambda part: -getattr(part, phase))
 
     def added(self, phase: str) -> list[Part]:
         """Return the parts that hold more in this phase than in the other, largest first."""
         (other,) = set(PHASES) - {phase}
-        parts = [part for part in self.parts if getattr(part, phase) > getattr(part, other)]
-        return sorted(parts, key=lambda part: -getattr(part, phase))
+        return [part for part in self.largest(phase) if getattr(part, phase) > getattr(part, other)]
 
     def advice(self, parts: Iterable[Part], phase: str, *, resuming: bool = False) -> str:
         """Say what to change so that ``phase`` needs less memory; with ``resuming`` only what a checkpoint allows."""
@@ -111,7 +111,7 @@ class Plan:
     def line(self) -> str:
         """Return one line with the peak and the largest parts of the worse phase."""
         phase = self.worse_phase
-        parts = ", ".join(f"{part.name} {gigabytes(getattr(part, phase))}" for part in self.largest(phase))
+        parts = ", ".join(f"{part.name} {gigabytes(getattr(part, phase))}" for part in self.largest(phase)[:3])
         return f"{gigabytes(self.peak)} of {gigabytes(self.gpu.memory)} ({parts}, ...)"
 
     def choice(self) -> str:
@@ -131,7 +131,7 @@ class Plan:
         reasons = [f"it cannot start: {self.problem}"] if self.problem else []
         if self.peak > self.gpu.memory:
             phase, over = self.worse_phase, gigabytes(self.peak - self.gpu.memory)
-            advice = self.advice(self.largest(phase, len(self.parts)), phase)
+            advice = self.advice(self.largest(phase), phase)
             reasons.append(
                 f"not enough GPU memory: {phase} needs {over} more than there is, {self.line()}; way out: {advice}"
             )

@@ -163,7 +163,7 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
     lines = [f"out of memory {where}{step}"]
     if plan is not None:
         planned = "rollout" if phase == "loading" else phase
-        largest = plan.largest(planned, len(plan.parts))
+        largest = plan.largest(planned)
         added = plan.added(planned) or largest  # with the engine in another process a rollout adds nothing
         listed = ", ".join(f"{part.name} {gigabytes(getattr(part, planned))}" for part in added)
         advice = plan.advice([*added, *largest], planned, resuming=bool(whole_checkpoints(output_dir)))
