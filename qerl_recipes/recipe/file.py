@@ -88,24 +88,22 @@ class RecipeParser(TrlParser):
         return {name for name, hint in hints if type(None) in get_args(hint)}
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the mapping in a recipe file, over that of the file which its key ``extends`` names, if it has one.
 
     The path in ``extends`` is relative to the recipe. Raises ConfigError for a file that cannot be read or holds no
     mapping, for a key that occurs twice in a file, and for files that extend each other.
     """
-    own: list[dict[str, Any]] = []
-    files = [Path(path)]
-    while True:
-        own.append(_read_one(files[-1]))
-        parent = own[-1].pop("extends", None)
-        if parent is None:
-            return {key: value for content in reversed(own) for key, value in content.items()}
-        if not isinstance(parent, str):
-            raise ConfigError(f"recipe {files[-1]}: extends must be the path of one recipe, not {parent!r}")
-        files.append((files[-1].parent / parent).resolve())
-        if files[-1] in [file.resolve() for file in files[:-1]]:
-            raise ConfigError(f"recipe {path} extends itself: {' -> '.join(map(str, files))}")
+    own, above = _read_one(Path(path)), (*above, Path(path).resolve())
+    parent = own.pop("extends", None)
+    if parent is None:
+        return own
+    if not isinstance(parent, str):
+        raise ConfigError(f"recipe {path}: extends must be the path of one recipe, not {parent!r}")
+    below = (above[-1].parent / parent).resolve()
+    if below in above:
+        raise ConfigError(f"recipe {above[0]} extends itself: {' -> '.join(map(str, (*above, below)))}")
+    return {**read_yaml(below, above), **own}
 
 
 def _read_one(path: Path) -> dict[str, Any]:
