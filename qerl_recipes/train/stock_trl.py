@@ -11,7 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.recipe.configs import DTYPES, GRPOConfig, ModelConfig, ScriptArguments, parse
+from qerl_recipes.recipe.configs import (
+    DTYPES,
+    GRPOConfig,
+    ModelConfig,
+    ScriptArguments,
+    parse,
+    tracker_environment,
+)
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_vllm_plugin.adapter.folder import STATE_FILE
@@ -67,6 +74,7 @@ def main(argv: Sequence[str], *, all_weights: bool = False) -> None:
     folder = Path(training.output_dir) / (run_state.MODEL if all_weights else run_state.LAST)
     if folder.exists():
         raise ConfigError(f"output_dir: {folder} is there; name another one")
+    os.environ.update(tracker_environment(training))
     began, run = time.monotonic(), preflight.make(script, training, model)
     trainer = _trainer(run, all_weights)
     if training.tf32:  # which vLLM's worker has switched off in this process

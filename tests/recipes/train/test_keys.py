@@ -1,5 +1,7 @@
 """Test that keys which TRL or transformers carry out change what is trained."""
 
+import os
+
 import pytest
 import scripted_rollouts
 import torch
@@ -112,6 +114,18 @@ def test_tf32_outlasts_the_start_of_stock_trls_engine(as_on_a_gpu, write_recipe,
     recipe = write_recipe(model_name_or_path=str(make_bf16("qwen2")), quantization="bf16")
     with pytest.raises(InterruptedError, match="tf32"):
         stock_trl.main(["--config", recipe, "--use_cpu", "true", "--bf16", "false", "--tf32", "true"])
+
+
+def test_stock_trls_run_has_the_recipes_wandb_project(write_recipe, make_bf16, monkeypatch):
+    def started(*_):
+        raise InterruptedError(os.environ["WANDB_PROJECT"])
+
+    monkeypatch.setattr(stock_trl, "_trainer", started)
+    for name, value in (("VLLM_PLUGINS", ""), ("WANDB_PROJECT", "another")):
+        monkeypatch.setenv(name, value)
+    recipe = write_recipe(model_name_or_path=str(make_bf16("qwen2")), quantization="bf16", wandb_project="mine")
+    with pytest.raises(InterruptedError, match="mine"):
+        stock_trl.main(["--config", recipe, "--use_cpu", "true", "--bf16", "false"])
 
 
 def test_stock_trls_engine_computes_in_the_recipes_dtype(write_recipe, make_bf16, monkeypatch):
