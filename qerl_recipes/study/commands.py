@@ -1,7 +1,6 @@
 """Run what ``qerl study`` and ``qerl compare`` ask for."""
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from qerl_recipes.study.plan import Study, StudyError, read
 from qerl_recipes.study.results import ACCURACY, by_arm, compared, final, of_arm, over_problems
 from qerl_recipes.study.runner import RunsFailedError, run
 from qerl_recipes.study.statistics import compare as paired
-
-STOPPED = "stopped before the end; the same command goes on"
 
 
 def print_plan(file: Path) -> None:
@@ -49,12 +46,9 @@ def conduct(
     else:
         folder = folder or _default(file)
         try:
-            if not run(study, folder, jobs=jobs, minutes=minutes, table=finished):
-                print(STOPPED, file=sys.stderr)
+            run(study, folder, jobs=jobs, minutes=minutes, table=finished)
         except RunsFailedError as error:
             failure = error  # the page is of the runs that have not
-            if error.is_stopped:
-                print(STOPPED, file=sys.stderr)
         try:
             rows = collect(study, folder)
         except StudyError as error:

@@ -50,11 +50,7 @@ MOST = 5  # failed runs whose reasons are given at the end
 
 
 class RunsFailedError(StudyError):
-    """Report the runs of a study that have failed; the others are there, unless it ``is_stopped``."""
-
-    def __init__(self, message: str, *, is_stopped: bool = False) -> None:
-        super().__init__(message)
-        self.is_stopped = is_stopped
+    """Report the runs of a study that have failed."""
 
 
 def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None) -> bool:
@@ -89,9 +85,11 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         machine = Machine("CPU" if gpu is None else gpu.name, environment, share)
         with _ends_in_order(machine, minutes):
             failed = finish_all(study, folder, jobs, machine)
+    if machine.stopping.is_set():
+        say("stopped before the end; the same command goes on")
     if failed:
         more = [f"and {len(failed) - MOST} more, whose reasons stand above"] if len(failed) > MOST else []
-        raise RunsFailedError("; ".join([*failed[:MOST], *more]), is_stopped=machine.stopping.is_set())
+        raise RunsFailedError("; ".join([*failed[:MOST], *more]))
     return not machine.stopping.is_set()
 
 
