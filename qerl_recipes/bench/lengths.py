@@ -8,9 +8,6 @@ it is log-normal, with a mean of 1,440 before lengths are cut, is chosen here.
 import math
 import random
 import re
-import statistics
-from collections.abc import Sequence
-from typing import Any
 
 DEFAULT = "lognormal:1440,0.8,4096"
 SEED = 0
@@ -30,15 +27,3 @@ def draw(chosen: str, count: int) -> list[int]:
         raise ValueError(f"--lengths is {chosen!r}; it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX, as {DEFAULT}")
     center = math.log(mean) - sigma**2 / 2
     return [min(max(round(generator.lognormvariate(center, sigma)), 1), int(most)) for _ in range(count)]
-
-
-def summary(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return what describes the lengths of one case, in tokens, and the lengths themselves."""
-    ordered = sorted(lengths)
-    return {
-        "tokens": sum(ordered),
-        "mean": statistics.mean(ordered),
-        **{f"p{share}": ordered[math.ceil(share / 100 * len(ordered)) - 1] for share in (50, 80, 95)},
-        "longest": ordered[-1],
-        "each": list(lengths),
-    }

@@ -26,7 +26,7 @@ from qerl_recipes.bench import lengths as uneven
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.engines import ADAPTERLESS, ARMS
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
-from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
+from qerl_recipes.bench.rollout_arm import WARM_UP_TOKENS, Case, prefill
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.memory import estimates, sizes
 from qerl_recipes.recipe.keys import ENGINE_RANKS
@@ -81,7 +81,7 @@ def run(
     if lengths is not None:
         drawn = {case.batch: uneven.draw(lengths, case.batch) for case in cases}
         about = {"chosen": uneven.DEFAULT if lengths == "lognormal" else lengths, "seed": uneven.SEED}
-        about["batch"] = {str(batch): uneven.summary(own) for batch, own in drawn.items()}
+        about["batch"] = {str(batch): {"each": own} for batch, own in drawn.items()}
         of_a_batch = {case.batch: case for case in cases}
         cases = [*cases, *(of_a_batch[n]._replace(output=max(own), lengths=own) for n, own in drawn.items())]
     requests: dict[str, Figures] = {}
@@ -223,7 +223,6 @@ def take_turns(
             for name, given in timed(number, case).items():
                 row: Figures = {"batch": case.batch, "input": case.input, "seconds": _seconds(given)}
                 if case.lengths:
-                    row |= {f"below_{few}": [one["below"][str(few)] for one in given] for few in FEW}
                     note(name, {"uneven": {**row, "tokens": sum(case.lengths)}})
                 else:
                     note(name, {"case": {**row, "output": case.output, "prefill_seconds": _seconds(first[name])}})
@@ -238,7 +237,7 @@ def _seconds(given: Sequence[Figures]) -> list[float]:
 
 def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
     """Add a piece of an arm's figures to those before, with its rates."""
-    alone = ("failed", "linears", "weights_gib", "kv_cache_tokens", "start_seconds")
+    alone = ("failed", "linears", "weights_gib", "kv_cache_tokens")
     measured |= {name: figures[name] for name in alone if name in figures}
     if row := figures.get("case"):
         batch, tokens_in, tokens_out = row["batch"], row["input"], row["output"]

@@ -71,12 +71,11 @@ class Memory:
             self.peak = max(self.peak, total - free - Memory.others)
 
     def report(self) -> dict[str, int]:
-        """Return torch's own peaks, and that of the whole process."""
+        """Return the peaks of torch's tensors and of the whole process."""
         has_gpu = torch.cuda.is_available()
         self.look()
         return {
             "allocated": torch.cuda.max_memory_allocated() if has_gpu else 0,
-            "reserved": torch.cuda.max_memory_reserved() if has_gpu else 0,
             "process": self.peak,
         }
 
@@ -233,20 +232,17 @@ def measure(request: Figures, figures: Figures, begin: Begin = begin) -> None:
     """Load and make the steps; fill ``figures`` as they come."""
     if torch.cuda.is_available():
         Memory.others = used_bytes()
-    began = time.perf_counter()
     if not Path(request["base"], "config.json").is_file():
         device = "cuda" if torch.cuda.is_available() else "cpu"
         of_base = {"packed": request["packed"], "seed": request["seed"], "device": device}
         random_model.write(request["base"], request["config"], **of_base)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    written = time.perf_counter()
     trainer, timer, context = begin(request)
     figures["steps"] = []
     args = trainer.args
     trainer.add_callback(timer(trainer, args.generation_batch_size * args.max_completion_length, figures["steps"]))
     cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
-    figures["load_seconds"] = {"checkpoint": written - began, "engine and trainer": time.perf_counter() - written}
     figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     with context:
         trainer.train()

@@ -128,7 +128,6 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
         for batch, row in found["uneven"].items():
             assert (row["tokens"], len(row["seconds"])) == (sum(drawn[batch]), 2)
             assert row["tokens_per_s"] == pytest.approx(row["tokens"] / statistics.median(row["seconds"]))
-            assert row["below_16"] == row["below_64"] == [1.0, 1.0]
             if where == "in_this_process":
                 assert row["seconds"] == [max(drawn[batch]) * 1.0] * 2, "until the last token"
     assert "bf16_merged, 3 of unequal lengths: " in noted and "s until the last token" in noted
@@ -231,13 +230,6 @@ def test_lengths_have_the_given_mean_and_spread() -> None:
     assert lengths.draw("lognormal:400,0.8,700", 20_000) == [min(n, 700) for n in found]
     torch.manual_seed(5)
     assert lengths.draw("lognormal:400,0.8,999999", 3) == found[:3] and len(set(found[:3])) == 3
-
-
-def test_time_with_few_sequences_left_is_counted() -> None:
-    ended = [10 + float(second) for second in range(1, 21)]  # of 20 sequences one ends every second
-    assert rollout_arm.share_below(16, 10.0, ended) == 15 / 20, "16 are left until the fifth has ended"
-    assert rollout_arm.share_below(20, 10.0, ended) == 19 / 20 and rollout_arm.share_below(21, 10.0, ended) == 1
-    assert rollout_arm.share_below(1, 10.0, ended) == 0
 
 
 def groups_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[dict[str, dict[str, Any]]]:
