@@ -326,20 +326,12 @@ def _sampling(training: GRPOConfig) -> Iterator[str]:
 
 def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a line for each clash of dtypes: between engine and trainer, or of float16 with nf4."""
-    clashes = {
-        "fp16: true": (training.fp16 and model.dtype != "float16", "float16", "dtype: float16, or fp16: false"),
-        "bf16: true (the default without fp16)": (
-            training.bf16 and model.dtype in ("float16", "float32"),
-            "bfloat16",
-            ("fp16: true and bf16: false" if model.dtype == "float16" else "bf16: false") + ", or dtype: bfloat16",
-        ),
-    }
-    for key, (clash, computed_in, way_out) in clashes.items():
-        if clash:
-            yield (
-                f"{key} with dtype: {model.dtype}: the engine would compute in {model.dtype} and the trainer in "
-                f"{computed_in}; use {way_out}"
-            )
+    engine = f"with dtype: {model.dtype}: the engine would compute in {model.dtype} and the trainer in"
+    if training.fp16 and model.dtype != "float16":
+        yield f"fp16: true {engine} float16; use dtype: float16, or fp16: false"
+    if training.bf16 and model.dtype in ("float16", "float32"):
+        other = "fp16: true and bf16: false" if model.dtype == "float16" else "bf16: false"
+        yield f"bf16: true (the default without fp16) {engine} bfloat16; use {other}, or dtype: bfloat16"
     if training.quantization == "nf4" and model.dtype == "float16":
         yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another quantization"
 

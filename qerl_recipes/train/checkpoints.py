@@ -106,7 +106,8 @@ class SavingTrainer(GRPOTrainer):
         """Write the adapter to ``folder``, whole or not at all, over an earlier one; raise OSError if it cannot."""
         self._check_weights()
         if self.is_world_process_zero():
-            with _explaining_failure(f"the adapter {folder}", folder), self._becomes(folder):
+            self._destination = folder
+            with _explaining_failure(f"the adapter {folder}", folder):
                 with whole_folder(folder, overwrite=True, proof=run_state.STATE_FILE) as partial:
                     self._save(str(partial))
                     run_state.write_state(partial, self.recorded_state())
@@ -171,8 +172,8 @@ class SavingTrainer(GRPOTrainer):
                 stack.enter_context(_explaining_failure(str(final), final))
                 self._staging = stack.enter_context(whole_folder(final, overwrite=True, proof=run_state.STATE_FILE))
             (self._staging,) = broadcast_object_list([self._staging], from_process=0)
-            stack.callback(setattr, self, "_staging", None)
-            stack.enter_context(self._becomes(final))
+            self._destination = final
+            stack.callback(self.__dict__.update, _staging=None, _destination=None)
             write(model, trial)
             self.accelerator.wait_for_everyone()
             if is_main:
@@ -239,15 +240,6 @@ class SavingTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
-
-    @contextlib.contextmanager
-    def _becomes(self, destination: Path) -> Iterator[None]:
-        """Let cards written inside the block name ``destination``, while the files are still in a temporary folder."""
-        self._destination = destination
-        try:
-            yield
-        finally:
-            self._destination = None
 
 
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
