@@ -54,6 +54,8 @@ NEEDS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "dynamic_sampling_max_rounds": ("dynamic_sampling", None),
     "noise_schedule": ("noise_mode", ("engine", "engine_is", "both")),
     "eval_steps": ("eval_strategy", ("steps",)),
+    "save_steps": ("save_strategy", ("steps", "no")),  # a flag that saves nothing stands above recipes that save
+    "logging_steps": ("logging_strategy", ("steps", "no")),
     "gradient_checkpointing_kwargs": ("gradient_checkpointing", None),
     "lr_scheduler_kwargs warmup_steps": ("lr_scheduler_type", (*{*SchedulerType} - {SchedulerType.CONSTANT},)),
     "num_completions_to_print log_unique_prompts": ("log_completions", None),

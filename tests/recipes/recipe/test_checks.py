@@ -285,6 +285,11 @@ def test_a_server_is_found_under_trls_key(flags, address):
         ),
         ("--loss_type cispo --epsilon_high 5", []),
         (
+            "--save_strategy epoch --save_steps 8 --logging_strategy epoch --logging_steps 3",
+            ["save_steps: 8.0 has no effect with save_strategy: epoch", "logging_steps: 3.0 has no effect with logg"],
+        ),
+        ("--save_strategy no --save_steps 8", []),
+        (
             '--gradient_checkpointing false --gradient_checkpointing_kwargs {"use_reentrant":true} '
             "--lr_scheduler_type constant --warmup_steps 5",
             [
