@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, dequantize, divisor_from_amax
+from rich.progress import track
 
-from qerl_recipes.convert.shards import Entry, progress_of, write_shards
+from qerl_recipes.convert.shards import Entry, write_shards
 from qerl_recipes.model.families import on_meta, routers
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, Nvfp4Scheme
 from qerl_vllm_plugin.weights.expected import MODEL_TYPES, fused_with
@@ -131,7 +132,7 @@ def _dtype(tensor: TensorHeader, plan: Plan) -> torch.dtype:
 def find_divisors(report: CheckpointReport, plan: Plan, device: str) -> dict[str, torch.Tensor]:
     """Return each packed layer's divisor, shared in a group; raise CheckpointError for what BF16 cannot hold."""
     largest: dict[str, torch.Tensor] = {}
-    for name, tensor in progress_of(report.tensors.items(), "reading"):
+    for name, tensor in track(report.tensors.items(), "reading", transient=True):
         value = _load(tensor, plan).to(device)
         if not value.is_floating_point() or value.numel() == 0:
             continue
@@ -218,7 +219,7 @@ def _ratio(error_squares: float, weight_squares: float) -> float:
 def measure(source: CheckpointReport, packed: CheckpointReport, plan: Plan) -> list[LayerError]:
     """Return the error of each layer of ``packed``, a checkpoint that another program made from ``source``."""
     layers = []
-    for name in progress_of(plan.linears, "measuring"):
+    for name in track(plan.linears, "measuring", transient=True):
         w = _load(source.tensors[f"{name}.weight"], plan)
         parts = (read_tensor(packed.tensors[f"{name}.{part}"]) for part in COMPRESSED.packed_names)
         layers.append(LayerError(name, tuple(w.shape), _ratio(*_squares(w, NVFP4Weight(*parts)))))

@@ -8,7 +8,7 @@ activations and of the KV cache are left out.
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -49,7 +49,7 @@ def write_shards(
     """
     places: dict[str, str] = {}
     total = 0
-    for name, entries in progress_of(shards.items(), progress):
+    for name, entries in track(shards.items(), progress, transient=True):
         ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
         if not ordered:
             continue
@@ -96,11 +96,6 @@ def naming_target(target: Path) -> Iterator[None]:
         raise OSError(
             error.errno, f"{target} could not be written ({error}; {free / 1e6:,.0f} MB free); nothing was changed"
         ) from error
-
-
-def progress_of(items: Iterable[Any], text: str) -> Iterable[Any]:
-    """Iterate over ``items`` with a progress bar that is gone at the end."""
-    return track(list(items), description=text, transient=True)
 
 
 def repack(report: CheckpointReport, folder: Path) -> tuple[str, ...]:

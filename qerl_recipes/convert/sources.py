@@ -14,7 +14,7 @@ from qerl_recipes.convert.shards import Entry, copy_other_files, write_shards
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.model.families import on_meta
-from qerl_vllm_plugin.weights.checkpoint import CONFIG, SINGLE, CheckpointReport, inspect_folder
+from qerl_vllm_plugin.weights.checkpoint import CONFIG, CheckpointReport, inspect_folder
 from qerl_vllm_plugin.weights.families import LANGUAGE_MODELS
 from qerl_vllm_plugin.weights.formats import COMPRESSED, NVFP4
 from qerl_vllm_plugin.wire.safetensors_file import DTYPES, CheckpointError, read_tensor
@@ -49,8 +49,11 @@ def write_text_model(source: str | Path, destination: str | Path, *, overwrite: 
         ignore = sorted(name.removesuffix(".weight") for name in (dense | {HEAD}) - {EMBEDDING})
         config = {**config, "quantization_config": quantization_config(ignore)}
     sources = {new: report.tensors[old] for old, new in names.items()}
+    shards: dict[str, list[Entry]] = {}
+    for new, tensor in sources.items():
+        shards.setdefault(tensor.file.name, []).append(Entry(new, DTYPES[tensor.dtype], tensor.shape))
     with whole_folder(target, overwrite=overwrite) as partial:
-        write_shards(partial, _text_shards(report, names), lambda entry: read_tensor(sources[entry.name]), "writing")
+        write_shards(partial, shards, lambda entry: read_tensor(sources[entry.name]), "writing")
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_other_files(folder, partial)
         for name in OF_IMAGES:
@@ -116,15 +119,3 @@ def _shapes(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, tup
         elif module not in packed or suffix not in (COMPRESSED.block_scales, COMPRESSED.tensor_scale):
             shapes[new] = shape
     return shapes
-
-
-def _text_shards(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, list[Entry]]:
-    """Return the entries of each new shard; source shards without tensors of the language model are skipped."""
-    by_file: dict[Path, list[Entry]] = {}
-    for old, new in names.items():
-        tensor = report.tensors[old]
-        by_file.setdefault(tensor.file, []).append(Entry(new, DTYPES[tensor.dtype], tensor.shape))
-    files = sorted(by_file)
-    if len(files) == 1:
-        return {SINGLE: by_file[files[0]]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": by_file[file] for i, file in enumerate(files, start=1)}
