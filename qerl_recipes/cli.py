@@ -99,7 +99,7 @@ def quantize(
     method: Annotated[str, typer.Option(help="rtn, gptq or awq; the last two run llmcompressor.")] = "rtn",
     scales: Annotated[str, typer.Option(help="amax: llmcompressor's bits; mse: search each block's scale.")] = "amax",
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one, the CPU for amax.")
+        str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one, the CPU for amax.")
     ] = None,
     ignore: Annotated[
         list[str] | None, typer.Option(help="Keep this layer in BF16; may be repeated; default: lm_head.")

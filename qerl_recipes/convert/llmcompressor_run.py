@@ -16,7 +16,7 @@ from rich.console import Console
 
 from qerl_recipes.files.whole_folder import locked
 from qerl_recipes.machine import processes
-from qerl_recipes.machine.gpu import VISIBLE, visible_names
+from qerl_recipes.machine.gpu import VISIBLE
 
 REQUIREMENTS = ("llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "transformers==5.17.0")
 SCRIPT = Path(__file__).with_name("llmcompressor_script.py")
@@ -28,11 +28,10 @@ def run(
 ) -> None:
     """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
 
-    ``rows`` are the token ids of each calibration text. ``device`` is cpu, cuda or cuda:N.
-
-    Raise ValueError if there is no such GPU, and RuntimeError with the program's last lines if it fails.
+    ``rows`` are the token ids of each calibration text. ``device`` is cpu or cuda. Raise RuntimeError with the
+    program's last lines if it fails.
     """
-    visible = _visible(device)
+    visible = {VISIBLE: ""} if device == "cpu" else {}
     python = environment()
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "rows.json"
@@ -80,19 +79,6 @@ def is_ready() -> bool:
 def _folder() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "qerl" / REQUIREMENTS[0].replace("==", "-")
-
-
-def _visible(device: str) -> dict[str, str]:
-    """Return the variables under which llmcompressor sees only ``device``; raise ValueError for no such GPU."""
-    kind, _, number = device.partition(":")
-    if kind == "cpu":
-        return {VISIBLE: ""}
-    if not number:
-        return {}
-    names = visible_names()
-    if not number.isdigit() or int(number) >= len(names):
-        raise ValueError(f"device: {device!r} is none of the {len(names)} GPUs here; they are numbered from 0")
-    return {VISIBLE: names[int(number)]}
 
 
 def _call(command: list[str], failure: str, extra: Mapping[str, str] | None = None) -> None:

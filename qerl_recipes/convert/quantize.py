@@ -162,8 +162,8 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
     for name, value, values in (("method", method, METHODS), ("scales", scales, SCALES)):
         if value not in values:
             raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(values)}")
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device: {device!r} is unknown; choose cpu or cuda")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device: {device!r} is unknown; choose cpu or cuda, whose number CUDA_VISIBLE_DEVICES sets")
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} was asked for, but torch sees no CUDA device here; use --device cpu")
     if method == "rtn":

@@ -133,8 +133,7 @@ def job(source, tmp_path, monkeypatch) -> Path:
         (None, 0, None, ""),
         (None, 2, None, None),  # None leaves all GPUs visible, since gptq uses a GPU where there is one
         ("cpu", 2, "4,6", ""),
-        ("cuda:1", 2, "4,6", "6"),
-        ("cuda:1", 2, None, "1"),
+        ("cuda", 2, "6", "6"),
     ],
 )
 def test_llmcompressor_sees_the_device_that_was_asked_for(
@@ -147,9 +146,6 @@ def test_llmcompressor_sees_the_device_that_was_asked_for(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
     quantize_checkpoint(source, job.parent / "gptq", method="gptq", calibration=texts, device=device)
     assert json.loads(job.read_text())["visible"] == visible
-    if device == "cuda:1":
-        with pytest.raises(ValueError, match="device: 'cuda:2' is none of the 2 GPUs here"):
-            quantize_checkpoint(source, job.parent / "more", method="gptq", calibration=texts, device="cuda:2")
 
 
 @pytest.mark.parametrize(("asked", "count"), [({}, 8), ({"calibration_samples": 1}, 1)])
