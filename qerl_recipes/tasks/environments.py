@@ -8,7 +8,7 @@ template tells the policy of them. ``get_reward() -> float | None`` scores an ep
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -29,17 +29,6 @@ DOCUMENTED = "give it types, and a docstring with a line for each argument under
 SEEDS = 2**31  # numpy and C libraries take no larger seed
 
 Schema = dict[str, Any]
-
-
-class Templates(Protocol):
-    """Describe how prompts are rendered: what a recipe and an evaluation have in common."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-    @property
-    def chat_template_kwargs(self) -> Mapping[str, Any] | None: ...
-    @property
-    def response_template(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -296,8 +285,11 @@ def refuse_failing_resets(interaction: Interaction, rows: Dataset, run_seed: int
             raise ConfigError(f"with the first row: {error}") from error
 
 
-def rendering(tokenizer: PreTrainedTokenizerBase, templates: Templates, interaction: Interaction) -> Mapping[str, Any]:
-    """Return the options with which TRL renders prompts; raise ConfigError where calls cannot be rendered or found."""
+def rendering(tokenizer: PreTrainedTokenizerBase, templates: Any, interaction: Interaction) -> Mapping[str, Any]:
+    """Return the options with which TRL renders prompts; raise ConfigError where calls cannot be rendered or found.
+
+    ``templates`` is a GRPOConfig or an Evaluation.
+    """
     options = templates.chat_template_kwargs or {}
     if not interaction.has_calls():
         return options

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import blindness, problem_turn
-from qerl_recipes.tasks.environments import Interaction, Templates
+from qerl_recipes.tasks.environments import Interaction
 from qerl_recipes.tasks.interface import DatasetLoader
 from qerl_recipes.tasks.sources import GENERATED, SPLIT_KEYS, Splits, from_name, map_splits, refuse_unread, rename
 
@@ -113,8 +113,8 @@ def _flaw(prompt: Any, system_prompt: str | None, may_be_empty: bool) -> str | N
     return None
 
 
-def tokenizer(folder: Path, templates: Templates, **options: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model in ``folder``, with the templates of a recipe or evaluation if it sets them."""
+def tokenizer(folder: Path, templates: Any, **options: Any) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model in ``folder``, with the templates of a GRPOConfig or Evaluation."""
     loaded = AutoTokenizer.from_pretrained(folder, **options)
     if templates.chat_template is not None:
         loaded.chat_template = templates.chat_template
