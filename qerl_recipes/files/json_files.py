@@ -27,9 +27,16 @@ def read_object(file: Path, way_out: str) -> dict[str, Any]:
 
 
 def numbered(path: Path, unfinished: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line that is not blank; a last line may lack its newline if ``unfinished``."""
+    """Yield number and text of each line that is not blank; a last line may lack its newline if ``unfinished``.
+
+    Raises ValueError for the first line that is not UTF-8.
+    """
     # Some editors write a byte order mark, so read utf-8-sig. Avoid splitlines: it splits at U+2028, valid inside JSON.
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        broken = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {broken} is not UTF-8; save the file as UTF-8") from error
     for number, line in enumerate(lines if unfinished else lines[:-1], 1):
         if line.strip():
             yield number, line

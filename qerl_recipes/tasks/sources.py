@@ -31,8 +31,8 @@ def read_splits(name: str, config: str | None) -> DatasetDict:
                 raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
             if config is not None:
                 warnings.warn(f"dataset_config: {config} has no effect on the file {name}", stacklevel=2)
-            if READERS[path.suffix] == "json" and (flaw := _encoding_flaw(path)) is not None:
-                raise ConfigError(f"dataset_name {flaw}")  # otherwise it would be found only when the row is used
+            if READERS[path.suffix] == "json":
+                next(numbered(path), None)  # otherwise a line that is not UTF-8 would be found only when it is used
             return load_dataset(READERS[path.suffix], data_files={"train": str(path)})
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = load_from_disk(str(path))
@@ -59,23 +59,14 @@ def read_splits(name: str, config: str | None) -> DatasetDict:
         ) from error
 
 
-def _encoding_flaw(file: Path) -> str | None:
-    """Name the first line of a file that is not UTF-8, and the way out; return None if all lines are."""
-    try:
-        file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        return f"{file}, line {line} is not UTF-8; save the file as UTF-8"
-    return None
-
-
 def _flaw(path: Path) -> str | None:
     """Name the first flaw in a file or folder of JSON that no reader accepts, with line and way out, or None."""
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in (file for file in files if file.is_file() and READERS.get(file.suffix) == "json"):
-        if (flaw := _encoding_flaw(file)) is not None:
-            return flaw
-        lines = list(numbered(file))
+        try:
+            lines = list(numbered(file))
+        except ValueError as error:
+            return str(error)
         if not lines:
             return f"{file} is empty; write a JSON object for each problem, or remove the file"
         if lines[0][1].lstrip().startswith("[") and file.suffix == ".json":

@@ -197,3 +197,10 @@ def test_a_line_that_is_no_text_is_named(line, message, file):
     for empty in ((), ({"text": ""},)):
         with pytest.raises(ValueError, match="holds no text"):
             read(file(*empty), None, Words())
+
+
+def test_a_line_that_is_not_utf_8_is_named(file):
+    path = file({"text": "1"})
+    path.write_bytes(path.read_bytes() + '{"text": "é"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"^{path}, line 2 is not UTF-8; save the file as UTF-8$"):
+        read(path, None, Words())
