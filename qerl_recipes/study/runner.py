@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qerl_recipes.evaluate.as_trained import sampling_parameters
 from qerl_recipes.files.metrics_file import FILE
 from qerl_recipes.files.run_state import MODEL
 from qerl_recipes.files.whole_folder import locked, write_text
@@ -339,6 +340,9 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
             settings |= {"base": str(folder / MODEL), "adapter": None, "adapter_only": False}
             settings |= {key: recipe.get(key) for key in ("dtype", "system_prompt")}
             settings["max_new_tokens"] = recipe.get("max_completion_length")
+            settings["generation_kwargs"] = sampling_parameters(recipe, options.get("temperature", 0)) or None
+            if options.get("use_chat_template") is not False:
+                settings["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
         missing.append({**settings, **options})
     return missing
 

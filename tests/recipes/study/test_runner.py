@@ -128,7 +128,9 @@ def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_p
 
 def test_who_trains_an_arm_decides_its_command_and_what_is_judged(study, tmp_path, monkeypatch):
     """Judge a whole model as it was asked in training, and keep the figures of what was trained apart from a base's."""
-    Path("recipe.yaml").write_text("model_name_or_path: base\nsystem_prompt: Add.\nmax_completion_length: 40\n")
+    recipe = "model_name_or_path: base\nsystem_prompt: Add.\nmax_completion_length: 40\n"
+    sampled = "chat_template_kwargs: {thinks: false}\ntop_k: 5\ngeneration_kwargs: {ignore_eos: true}\n"
+    Path("recipe.yaml").write_text(recipe + sampled)
     arms = {"a": {"trainer": "trl"}, "b": {"trainer": "trl_all_weights", "dtype": "float32", "bf16": False}}
     plan, out, made = read(study(sweep=None, arms=arms, seeds=[0], comparisons=[])), tmp_path / "out", []
 
@@ -159,6 +161,7 @@ def test_who_trains_an_arm_decides_its_command_and_what_is_judged(study, tmp_pat
     assert (a["base"], Path(a["adapter"])) == ("base", out / "a/seed-0/adapter")
     assert (Path(b["base"]), b["system_prompt"], b["max_new_tokens"]) == (out / "b/seed-0/model", "Add.", 40)
     assert (b["dtype"], a.get("dtype")) == ("float32", None)
+    assert (b["chat_template_kwargs"], b["generation_kwargs"]) == ({"thinks": False}, {"ignore_eos": True}), "greedy"
     rows = inventory.collect(plan, out).set_index(["arm", "metric"]).value
     assert (rows["a", "accuracy"], rows["b", "accuracy"], rows["a", "base_accuracy"]) == (0.5, 0.7, 0.1)
     assert ("b", "base_accuracy") not in rows.index
