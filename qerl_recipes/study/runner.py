@@ -340,6 +340,8 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
             settings |= {"base": str(folder / MODEL), "adapter": None, "adapter_only": False}
             settings |= {key: recipe.get(key) for key in ("dtype", "system_prompt")}
             settings["max_new_tokens"] = recipe.get("max_completion_length")
+            if isinstance(own := recipe.get("generation_kwargs"), str):
+                recipe["generation_kwargs"] = json.loads(own)
             settings["generation_kwargs"] = sampling_parameters(recipe, options.get("temperature", 0)) or None
             if options.get("use_chat_template") is not False:
                 settings["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None

@@ -129,7 +129,7 @@ def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_p
 def test_who_trains_an_arm_decides_its_command_and_what_is_judged(study, tmp_path, monkeypatch):
     """Judge a whole model as it was asked in training, and keep the figures of what was trained apart from a base's."""
     recipe = "model_name_or_path: base\nsystem_prompt: Add.\nmax_completion_length: 40\n"
-    sampled = "chat_template_kwargs: {thinks: false}\ntop_k: 5\ngeneration_kwargs: {ignore_eos: true}\n"
+    sampled = "chat_template_kwargs: {thinks: false}\ntop_k: 5\ngeneration_kwargs: '{\"ignore_eos\": true}'\n"
     Path("recipe.yaml").write_text(recipe + sampled)
     arms = {"a": {"trainer": "trl"}, "b": {"trainer": "trl_all_weights", "dtype": "float32", "bf16": False}}
     plan, out, made = read(study(sweep=None, arms=arms, seeds=[0], comparisons=[])), tmp_path / "out", []
