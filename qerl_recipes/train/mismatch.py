@@ -160,7 +160,7 @@ def measure(
         ratio: tuple[float, float] | tuple[()] = ()
         if name in ("adapter", "noise"):
             of_engine, of_trainer = (logps[i] - logps[i - 1] for logps in (engine_logps, trainer_logps))
-            ratio = _ratio(of_engine, of_trainer, sides.lengths())
+            ratio = _ratio(of_engine, of_trainer, [*map(len, sides.completions)])
         parts.append(Part(name, Sizes.of(deltas[i]), Sizes.of(added), *ratio))
     return Mismatch(tuple(parts), len(sampled), sigma, tuple(narrowing(training)))
 
@@ -190,7 +190,7 @@ class _Sides:
         load_adapter(self._policy, saved.path)
         self._trained = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(self._policy)}
         self._prompts = prompts
-        self._completions: list[list[int]] = []
+        self.completions: list[list[int]] = []
 
     def sample(self, sigma: float) -> torch.Tensor:
         """Draw a completion of each prompt as the run does; return the log-probabilities they were drawn with."""
@@ -199,14 +199,11 @@ class _Sides:
         _, drawn, logprobs, _ = engine.generate(self._prompts, None, 1)
         # scoring needs room for one more token
         longest = engine.llm.llm_engine.model_config.max_model_len - 1
-        self._completions = [ids[: longest - len(p)] for p, ids in zip(self._prompts, drawn, strict=True)]
-        if not any(self._completions):
+        self.completions = [ids[: longest - len(p)] for p, ids in zip(self._prompts, drawn, strict=True)]
+        if not any(self.completions):
             raise ValueError("no prompt has left room for a completion; raise vllm_max_model_length")
-        kept = [value for c, of in zip(self._completions, logprobs, strict=True) for (value,) in of[: len(c)]]
+        kept = [value for c, of in zip(self.completions, logprobs, strict=True) for (value,) in of[: len(c)]]
         return torch.tensor([float("nan") if value is None else value for value in kept])
-
-    def lengths(self) -> list[int]:
-        return [len(ids) for ids in self._completions]
 
     def engine(self, adapted: bool, sigma: float) -> torch.Tensor:
         engine: Any = self._trainer.vllm_generation
@@ -214,7 +211,7 @@ class _Sides:
             engine.begin(0, sigma or None)
         else:
             engine.serve_base()
-        return torch.tensor([value for of in engine.score(self._prompts, self._completions) for value in of])
+        return torch.tensor([value for of in engine.score(self._prompts, self.completions) for value in of])
 
     @torch.no_grad()
     def trainer(self, adapted: bool, sigma: float, temperature: float) -> torch.Tensor:
@@ -227,7 +224,7 @@ class _Sides:
             norms.set_noise(policy, sigma, args.noise_seed, 0, args.noise_targets)
         before, trainer.temperature = trainer.temperature, temperature
         size = args.per_device_train_batch_size
-        pairs = list(zip(self._prompts, self._completions, strict=True))
+        pairs = list(zip(self._prompts, self.completions, strict=True))
         logps_per_batch = []
         try:
             with nullcontext() if adapted else policy.disable_adapter():

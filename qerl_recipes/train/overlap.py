@@ -46,10 +46,10 @@ def _work(jobs: "queue.SimpleQueue[Callable[[], None]]") -> None:
 
 
 class Flight:
-    """Call ``roll_out`` in the thread ``worker``, once ``fly`` is one of its jobs."""
+    """Call ``roll_out`` in the thread ``worker``, once ``fly`` is one of its jobs; the rest is for ``Landed``."""
 
-    def __init__(self, worker: threading.Thread, roll_out: Callable[[], Any]) -> None:
-        self._worker, self._roll_out = worker, roll_out
+    def __init__(self, worker: threading.Thread, roll_out: Callable[[], Any], begun: Begun, sampled_after: int) -> None:
+        self.begun, self.sampled_after, self._worker, self._roll_out = begun, sampled_after, worker, roll_out
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._result: Future[Any] = Future()
 
@@ -57,10 +57,6 @@ class Flight:
         """Take off, in the worker's thread."""
         _settle(self._result, self._roll_out)
         self._calls.put(None)
-
-    def waits(self) -> bool:
-        """Return True if the thread has come to what it may not do in flight, or has ended."""
-        return not self._calls.empty()
 
     def in_main(self, function: Callable[[], Any]) -> Any:
         """Return what ``function`` returns in the landing thread; any thread but the worker's calls it at once."""
@@ -111,7 +107,6 @@ class Overlap:
         self._worker = threading.Thread(target=_work, args=[self._jobs], name="rollouts", daemon=True)
         self._worker.start()
         self.flight: Flight | None = None
-        self._begun: tuple[Begun, int] | None = None  # of the flight, with sampled_after
         self._landed: Landed | None = None
 
     def next(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -137,7 +132,7 @@ class Overlap:
     def _take_off(self, rollout: int, rows: list[dict[str, Any]]) -> None:
         trainer = self._trainer
         self.policy = _copied(trainer.snapshot())
-        self._begun = trainer.begin_rollout(rollout), trainer.rollout()
+        begun = trainer.begin_rollout(rollout)
         # a thread begins on the first GPU; the device of a single process names no number
         gpu = torch.cuda.current_device() if trainer.accelerator.device.type == "cuda" else None
 
@@ -146,7 +141,7 @@ class Overlap:
                 torch.cuda.set_device(gpu)
             return trainer.roll_out(rows)
 
-        self.flight = Flight(self._worker, roll_out)
+        self.flight = Flight(self._worker, roll_out, begun, trainer.rollout())
         self._jobs.put(self.flight.fly)  # now: the thread looks for its flight
 
     def _rows(self, rollout: int) -> list[dict[str, Any]]:
@@ -165,14 +160,13 @@ class Overlap:
         """Wait for a flight, if there is one, and score it; server, environments and model are free then."""
         if self.flight is None:
             return
-        assert self._begun is not None
-        trainer, (begun, sampled_after) = self._trainer, self._begun
+        trainer, begun = self._trainer, self.flight.begun
         logged, table = trainer._metrics["train"], trainer._logs
         trainer._metrics["train"], trainer._logs = defaultdict(list), _emptied(table)
         trainer._noise = begun.noise
         trainer._set_noise()  # whatever is computed for a batch is computed with its noise
         try:
-            batch = self.flight.land()
+            batch, sampled_after = self.flight.land(), self.flight.sampled_after
             kept = _plain(trainer._logs) if trainer.log_completions else {}
             values = dict(trainer._metrics["train"])
         finally:
