@@ -294,7 +294,7 @@ def test_no_more_prompts_count_than_a_rollout_has() -> None:
     flags = ["--num_generations", "16"]  # four prompts, and eight completions of a micro-batch may be of each of them
     assert "of 9216 tokens, prompts of a group once" in tokens(*flags)  # 4 * 256 + 8 * 1024
     assert "of 10240 tokens" in tokens(*flags, "--pack_tokens", "9216")  # a prompt may be in both packed rows
-    assert "of 10240 tokens" in tokens(*flags, "--attn_implementation", "flash_attention_2")
+    assert "of 10240 tokens" in tokens(*flags, "--attn_implementation", "kernels-community/flash-attn2")
 
 
 @pytest.mark.parametrize(
