@@ -12,11 +12,9 @@ AReaL (2025).
 How far engine and trainer differ for one adapter is measured on the first group, with the adapter that sampled.
 """
 
-import copy
 import itertools
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -161,17 +159,15 @@ class Overlap:
         if self.flight is None:
             return
         trainer, begun = self._trainer, self.flight.begun
-        logged, table = trainer._metrics["train"], trainer._logs
-        trainer._metrics["train"], trainer._logs = defaultdict(list), _emptied(table)
         trainer._noise = begun.noise
         trainer._set_noise()  # whatever is computed for a batch is computed with its noise
-        try:
-            batch, sampled_after = self.flight.land(), self.flight.sampled_after
+        with trainer.logging_apart():
+            try:
+                batch, sampled_after = self.flight.land(), self.flight.sampled_after
+            finally:
+                self.flight = None
             kept = _plain(trainer._logs) if trainer.log_completions else {}
             values = dict(trainer._metrics["train"])
-        finally:
-            self.flight = None
-            trainer._metrics["train"], trainer._logs = logged, table
         self._landed = Landed(begun, sampled_after, batch, values, kept, self._compared(batch))
 
     @torch.no_grad()
@@ -212,14 +208,6 @@ class Overlap:
 
 def _copied(policy: Snapshot) -> Snapshot:
     return replace(policy, tensors={name: tensor.detach().clone() for name, tensor in policy.tensors.items()})
-
-
-def _emptied(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TRL's table of completions without its rows."""
-    empty = copy.deepcopy(dict(table))
-    for column in empty.values():
-        column.clear()
-    return empty
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:

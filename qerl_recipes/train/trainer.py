@@ -18,11 +18,12 @@ Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A 
 ``overlap: 1`` those of the next rollout happen meanwhile: ``train.overlap``.
 """
 
+import contextlib
 import copy
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,11 +271,18 @@ class QerlGRPOTrainer(TurnsTrainer, PartsTrainer, SavingTrainer, TrainerCallback
     def _score_fresh(self, rows: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
         """Return scored completions of these rows, with no trace in TRL's metrics and table: they would bias them."""
         inputs = [dict(self.train_dataset[row]) for row in rows for _ in range(self.num_generations)]
+        with self.logging_apart():
+            return self.score(inputs), self.judged
+
+    @contextlib.contextmanager
+    def logging_apart(self) -> Iterator[None]:
+        """Let what is logged in the block go to empty metrics and an empty table of completions, which end with it."""
         logged, table = self._metrics["train"], self._logs
         self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(table)
+        for column in self._logs.values():
+            column.clear()
         try:
-            batch = self.score(inputs)
-            return batch, self.judged
+            yield
         finally:
             self._metrics["train"], self._logs = logged, table
 
