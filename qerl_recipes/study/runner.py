@@ -47,7 +47,6 @@ CURSOR_UP = "\x1b[A"  # what tqdm writes behind one progress bar below another
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
 EVALUATE = 4  # one in so many jobs evaluates, while there is something to train
-MOST = 5  # failed runs whose reasons are given at the end
 
 
 class RunsFailedError(StudyError):
@@ -89,8 +88,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     if machine.stopping.is_set():
         say("stopped before the end; the same command goes on")
     if failed:
-        more = [f"and {len(failed) - MOST} more, whose reasons stand above"] if len(failed) > MOST else []
-        raise RunsFailedError("; ".join([*failed[:MOST], *more]))
+        raise RunsFailedError("; ".join(failed))
     return not machine.stopping.is_set()
 
 
