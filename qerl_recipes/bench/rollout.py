@@ -10,7 +10,6 @@ wait without a processor; workers of an engine on several GPUs do so from a seco
 
 import functools
 import itertools
-import re
 import statistics
 import sys
 import tempfile
@@ -70,9 +69,6 @@ def run(
     check_shape(shape)
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
-    for name in variants:
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"variant {name!r}: a name is of letters, digits, '_', '.' and '-'")
     options: dict[str, Any] = {"engine": engine, **{f"variant {name}": own for name, own in variants.items()}}
     _check_names(arms, rank, kv_cache_dtype, options, interleave)
     if repeats < 1:

@@ -36,7 +36,6 @@ REFUSALS = (
     ("rollout --shape tiny --variant sync", "'sync' is not NAME=JSON"),
     ("rollout --shape tiny --variant a=0", "'--variant': '0' is not a JSON object"),
     ("rollout --shape tiny --variant a={} --variant a={}", "--variant gives one name twice"),
-    ("rollout --shape tiny --variant 'a b={}'", "variant 'a b': a name is of letters"),
     ("rollout --shape tiny --lengths lognormal:9,0.8", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     ("rollout --shape tiny --lengths lognormal:90,0.8,60", "it is lognormal:MEAN,SIGMA,MAX with 1 <= MEAN <= MAX"),
     ("rollout --shape tiny --lengths LICENSE", "--lengths is 'LICENSE'; it is lognormal:MEAN,SIGMA,MAX"),
