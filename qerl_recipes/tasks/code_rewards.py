@@ -19,7 +19,6 @@ from qerl_recipes.tasks.interface import Reward
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Scorer = Callable[[str, Any], float]  # (text of a completion, ``verification_info`` of its row) -> reward
 EXAMPLE = '{"language": "python", "test_cases": [{"input": "1 2", "output": "3"}]}'
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 ALL_PASSED = 0.99  # binary_code: the share of passed tests above which the reward is 1
@@ -64,31 +63,20 @@ def code(script: ScriptArguments) -> Reward:
     a test takes longer than 5 seconds, or all of them 30: with ``code_provider: local`` of CPU time, beside 11 seconds
     in which a test may sleep.
     """
-    return _reward("code", _share(script), script.parallel_code_exec_per_proc)
+    return _reward("code", script, float)
 
 
 def binary_code(script: ScriptArguments) -> Reward:
     """Return a reward: 1 if the reward ``code`` is above 0.99, else 0."""
-    share = _share(script)
-
-    def scored(text: str, info: Any) -> float:
-        return float(share(text, info) > ALL_PASSED)
-
-    return _reward("binary_code", scored, script.parallel_code_exec_per_proc)
+    return _reward("binary_code", script, lambda share: float(share > ALL_PASSED))
 
 
-def _share(script: ScriptArguments) -> Scorer:
+def _reward(name: str, script: ScriptArguments, value: Callable[[float], float]) -> Reward:
+    """Return the reward ``name``: the ``value`` of the share of passed tests, and None where it is not known.
+
+    It scores ``parallel_code_exec_per_proc`` completions at a time.
+    """
     judge = judge_of(script)
-
-    def share(text: str, info: Any) -> float:
-        *_, program = ["", *BLOCK.findall(text)]
-        return judge(program, tests_of(info)) if program else 0.0
-
-    return share
-
-
-def _reward(name: str, scored: Scorer, parallel: int) -> Reward:
-    """Return the reward ``name``, which scores ``parallel`` completions at a time, and None where ``scored`` fails."""
     warned = False
 
     def reward(
@@ -101,13 +89,14 @@ def _reward(name: str, scored: Scorer, parallel: int) -> Reward:
         failures: list[Exception] = []
 
         def score(text: str, info: Any) -> float | None:
+            *_, program = ["", *BLOCK.findall(text)]
             try:
-                return scored(text, info)
+                return value(judge(program, tests_of(info)) if program else 0.0)
             except Exception as error:
                 failures.append(error)
                 return None
 
-        with ThreadPoolExecutor(parallel) as pool:
+        with ThreadPoolExecutor(script.parallel_code_exec_per_proc) as pool:
             scores = list(pool.map(score, map(text_of, completions), verification_info))
         if log_metric is not None:
             log_metric(f"rewards/{name}/unjudged", len(failures) / len(completions))

@@ -137,8 +137,19 @@ def load(
     """
     if tokenizer.chat_template is None and options:
         warnings.warn(f"chat_template_kwargs: {options} has no effect without a chat template; remove it", stacklevel=2)
-    conversations = map_splits(rows, lambda data: _conversational(data, script, tokenizer, options))
-    return map_splits(conversations, lambda data: _fitting(data, script, tokenizer, options, interaction))
+
+    def fitting(data: Dataset) -> Dataset:
+        if (limit := script.max_prompt_length) is None:
+            return data
+        lengths = counts(data, tokenizer, options, interaction)
+        found = [i for i, count in enumerate(lengths) if count <= limit]
+        if not found:
+            raise ConfigError(f"no prompt has at most max_prompt_length = {limit} tokens; raise it")
+        if (left_out := len(data) - len(found)) > 0:
+            logger.warning("%d of %d prompts have more than %d tokens and are left out", left_out, len(data), limit)
+        return data.select(found)
+
+    return map_splits(rows, lambda data: fitting(_conversational(data, script, tokenizer, options)))
 
 
 def _conversational(
@@ -192,26 +203,6 @@ def counts(
     schemas = {name: interaction.schemas(name) for name in set(names)}
     rows = zip(data["prompt"], names, strict=True)
     return [len(ids(prompt, tokenizer, {**options, "tools": schemas[name]})) for prompt, name in rows]
-
-
-def _fitting(
-    data: Dataset,
-    script: ScriptArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    options: Mapping[str, Any],
-    interaction: Interaction,
-) -> Dataset:
-    limit = script.max_prompt_length
-    if limit is None:
-        return data
-    fitting = [i for i, count in enumerate(counts(data, tokenizer, options, interaction)) if count <= limit]
-    if not fitting:
-        raise ConfigError(f"no prompt has at most max_prompt_length = {limit} tokens; raise it")
-    if len(fitting) < len(data):
-        logger.warning(
-            "%d of %d prompts have more than %d tokens and are left out", len(data) - len(fitting), len(data), limit
-        )
-    return data.select(fitting)
 
 
 def refuse_long_prompts(

@@ -104,16 +104,15 @@ def from_files(script: ScriptArguments, name: str, config: str | None) -> Splits
         known = f"has no split {script.dataset_train_split!r} but {', '.join(sorted(splits))}"
         raise ConfigError(f"dataset_name {name} {known}; set dataset_train_split")
     held_out = _rows(splits, "dataset_test_split", script.dataset_test_split)
-    if held_out is None:
-        return _select(splits, train), None
-    if common := sum(len(set(rows) & set(held_out.get(split, ()))) for split, rows in train.items()):
-        if script.dataset_test_split == ScriptArguments.dataset_test_split:  # the default, which nobody asked for
-            return _select(splits, train), None
+    common = sum(len(set(rows) & set((held_out or {}).get(split, ()))) for split, rows in train.items())
+    if common and script.dataset_test_split == ScriptArguments.dataset_test_split:  # the default: nobody asked for it
+        held_out = None
+    elif common:
         raise ConfigError(
             f"dataset_test_split {script.dataset_test_split} and dataset_train_split {script.dataset_train_split} have "
             f"{common} problems in common; name parts that do not overlap, such as train[:90%] and train[90%:]"
         )
-    return _select(splits, train), _select(splits, held_out)
+    return _select(splits, train), None if held_out is None else _select(splits, held_out)
 
 
 def _rows(splits: DatasetDict, key: str, spec: str) -> dict[str, range] | None:
@@ -133,9 +132,7 @@ def _rows(splits: DatasetDict, key: str, spec: str) -> dict[str, range] | None:
 
 
 def _select(splits: DatasetDict, rows: dict[str, range]) -> Dataset:
-    whole = all(len(part) == len(splits[name]) for name, part in rows.items())
-    parts = [splits[name] if whole else splits[name].select(part) for name, part in rows.items()]
-    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    return concatenate_datasets([splits[name].select(part) for name, part in rows.items()])
 
 
 def map_splits(splits: Splits, convert: Callable[[Dataset], Dataset]) -> Splits:
