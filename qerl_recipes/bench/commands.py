@@ -76,6 +76,7 @@ def rollout(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Measure each configuration with these caches, such as auto,fp8.")
     ] = "auto",
+    profile: Annotated[bool, typer.Option("--profile", hidden=True)] = False,  # in commands of kernels/results
     interleave: Annotated[
         bool, typer.Option(help="Start all engines at once on one GPU, and measure each repeat on one after the other.")
     ] = False,
@@ -100,6 +101,8 @@ def rollout(
     from qerl_recipes.bench.rollout import run
     from qerl_recipes.bench.rollout_arm import make_cases
 
+    if profile:
+        raise typer.BadParameter("--profile has gone, and rates alone are measured now; see `vllm bench latency`")
     variants = dict(variant or [])
     if len(variants) < len(variant or []):
         raise typer.BadParameter("--variant gives one name twice; give each a name of its own")
@@ -228,6 +231,7 @@ def bench_train(
     ] = 3,
     rank: Rank = 32,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
+    part: Annotated[str, typer.Option(hidden=True)] = "step",  # in commands of kernels/results
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GB of the GPU that may be used; the rest is blocked")
     ] = None,
@@ -237,6 +241,8 @@ def bench_train(
     """Time a whole GRPO step in each configuration, with random weights. Flags of `qerl train` may follow."""
     from qerl_recipes.bench.train import FIXED, FIXED_BESIDE_A_RECIPE, Workload, parse_overrides, run
 
+    if part != "step":
+        raise typer.BadParameter(f"--part is {part!r}, and whole steps alone are measured now; leave it out")
     overrides = parse_overrides(context.args, FIXED if config is None else FIXED_BESIDE_A_RECIPE)
     if config is None:
         work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
