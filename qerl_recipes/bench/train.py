@@ -57,7 +57,7 @@ REPLACED |= {
 }
 LEAST = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
 PARTS = ("rollout", "scoring", "training", "swap", "sleep", "rest")  # of a step
-PEAKS = ("allocated", "process")
+PEAKS = ("allocated", "reserved", "process")
 Flags = tuple[tuple[str, str], ...]  # of ``qerl train``: keys with their values
 
 

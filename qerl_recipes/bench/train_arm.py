@@ -71,11 +71,12 @@ class Memory:
             self.peak = max(self.peak, total - free - Memory.others)
 
     def report(self) -> dict[str, int]:
-        """Return the peaks of torch's tensors and of the whole process."""
+        """Return torch's own peaks, and that of the whole process."""
         has_gpu = torch.cuda.is_available()
         self.look()
         return {
             "allocated": torch.cuda.max_memory_allocated() if has_gpu else 0,
+            "reserved": torch.cuda.max_memory_reserved() if has_gpu else 0,
             "process": self.peak,
         }
 
