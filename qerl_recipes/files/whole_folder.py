@@ -1,17 +1,21 @@
 """Write a folder, or a file, whole or not at all.
 
-The content is written to a hidden sibling, flushed to disk, and renamed into place; an earlier folder is renamed out of
-the way just before. If anything stops the writer until then (an error, a full disk, SIGKILL), the destination is
-untouched, and the next writer removes what is left. A live one holds a lock on its folder.
+The content is written to a hidden sibling, flushed to disk, and renamed into place in one step. If anything stops the
+writer (an error, a full disk, SIGKILL), the destination is untouched, and the next writer removes what is left. A live
+one holds a lock on its folder. ``_move`` tells of a file system that cannot exchange folders.
 """
 
+import ctypes
 import fcntl
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
@@ -31,7 +35,6 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
         with suppress(FileNotFoundError), locked(leftover, busy):  # its writer may finish just now
             shutil.rmtree(leftover)
     partial = destination.parent / (prefix + secrets.token_hex(4))
-    replaced = partial.with_name(f"{partial.name}-old")
     partial.mkdir()
     with locked(partial):
         try:
@@ -43,12 +46,9 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
                 path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
                 _flush(path)
             _check_replaceable(destination, overwrite, proof)
-            if destination.exists():
-                os.rename(destination, replaced)
-            os.rename(partial, destination)
-            shutil.rmtree(replaced, ignore_errors=True)
+            _move(partial, destination)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)  # a failed attempt, or the folder that was replaced
         _flush(destination.parent)
 
 
@@ -96,6 +96,28 @@ def _check_replaceable(destination: Path, overwrite: bool, proof: str) -> None:
         raise FileExistsError(f"{destination}: exists and is not empty; name another destination, or pass --overwrite")
     if not (destination / proof).is_file():
         raise FileExistsError(f"{destination}: holds no {proof}, so it is not overwritten; name another destination")
+
+
+def _move(partial: Path, destination: Path) -> None:
+    """Rename ``partial`` to ``destination``, or exchange the two if the destination has content.
+
+    After an exchange, ``partial`` holds the old content. Both leave no moment without a destination. A file system that
+    cannot exchange gets two renames, with such a moment between them, and a warning.
+    """
+    if not destination.exists() or not any(destination.iterdir()):
+        os.rename(partial, destination)
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.renameat2(AT_FDCWD, os.fsencode(partial), AT_FDCWD, os.fsencode(destination), RENAME_EXCHANGE) == 0:
+        return
+    reason = os.strerror(ctypes.get_errno())
+    warnings.warn(
+        f"{destination}: this file system cannot exchange folders ({reason}); using two renames", stacklevel=2
+    )
+    old = partial.with_name(partial.name + "-old")
+    os.rename(destination, old)
+    os.rename(partial, destination)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -1,9 +1,14 @@
 """Implement ``qerl doctor``: report what this machine can do, and whether it computes one layer exactly."""
 
+import importlib.metadata
 import importlib.util
+import json
 import os
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from qerl_kernels.conditions import ask_driver
 from qerl_kernels.conditions import installed as versions
@@ -12,6 +17,7 @@ from rich.table import Table
 
 from qerl_recipes.machine import environment
 from qerl_recipes.machine.gpu import HOPPER, MARLIN, REFERENCE, TILED
+from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin import TESTED_VLLM
 
 # versions that the tests ran with: vLLM 0.26.0, 0.31.0 and the first torch also on CUDA, all others on a CPU only
@@ -65,6 +71,8 @@ def examine() -> Report:
     if importlib.util.find_spec("torch") is None:
         return report
     add_device(report)
+    if environment.runs_on_cuda(os.environ) and installed("vllm") is not None:
+        add_engine(report, engine_config())
     add_exactness(report)
     return report
 
@@ -119,6 +127,35 @@ def add_device(report: Report) -> None:
 
             remark = untuned(index)
             report.rows.append(("choice of kernels", "carried over" if remark else "fitted on this GPU", remark or ""))
+
+
+def engine_config(**options: Any) -> Any:
+    """Return the VllmConfig of an engine on this machine for a small model; no weights are loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config_json("tiny")))
+        defaults = {"model": folder, "skip_tokenizer_init": True, "load_format": "dummy", "quantization": "qerl_nvfp4"}
+        return EngineArgs(**{**defaults, **options}).create_engine_config()
+
+
+def add_engine(report: Report, config: Any) -> None:
+    """Add a row for each setting of a VllmConfig that speed depends on, and say what switched it off."""
+    processors = [point.name for point in importlib.metadata.entry_points(group="vllm.logits_processors")]
+    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    runner_reason = f"VLLM_USE_V2_MODEL_RUNNER={chosen}" if chosen else ""
+    if processors:
+        runner_reason = f"installed logits processors ({', '.join(processors)}) select vLLM's V1 runner"
+    # The first makes vLLM run without graphs. vLLM ignores the second, but could not start with graphs: see serve.py.
+    set_to_1 = [name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if os.environ.get(name) == "1"]
+    has_graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs() and not set_to_1
+    settings = {
+        "V2 model runner": (config.use_v2_model_runner, runner_reason),
+        "full CUDA graphs": (has_graphs, " and ".join(f"{name}=1" for name in set_to_1)),
+        "async scheduling": (config.scheduler_config.async_scheduling, ""),
+    }
+    for name, (is_on, reason) in settings.items():
+        report.rows.append(("engine", name, "on" if is_on else f"OFF, which is slower: {reason or 'by vLLM itself'}"))
 
 
 def driver_version() -> str:

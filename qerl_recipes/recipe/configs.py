@@ -25,6 +25,7 @@ from qerl_recipes.recipe.file import (
     key,
     read_flags,
     read_yaml,
+    up_to_date,
 )
 from qerl_recipes.recipe.generation import template_text
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, QUANTIZATIONS, refusals
@@ -222,6 +223,7 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ConfigError(f"{name} must be at most {MAX_SIGMA:g}, the most that the engine takes, not {value}")
         if self.noise_mode is None:
             self.noise_mode = DEFAULT_NOISE_MODE if set_keys else "none"
+        self.noise_mode = up_to_date({"noise_mode": self.noise_mode}, type(self).__name__)["noise_mode"]
         if self.noise_mode not in NOISE_MODES:
             raise ConfigError(f"noise_mode cannot be {self.noise_mode!r}; it is one of {', '.join(NOISE_MODES)}")
         if self.noise_mode == "none":

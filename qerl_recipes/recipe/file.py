@@ -22,11 +22,14 @@ from trl import TrlParser
 from qerl_recipes import SHIPPED
 from qerl_recipes.recipe.keys import (
     BELONGS_ELSEWHERE,
+    FORMER_KEYS,
     REFUSED,
     RENAMED,
     TOPICS,
     WITHOUT_EFFECT,
+    current_value,
     refused,
+    with_current_names,
 )
 from qerl_vllm_plugin.wire.address import HIDDEN, hidden
 
@@ -116,7 +119,24 @@ def _read_one(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"recipe {path} must be a YAML mapping of keys to values")
-    return content
+    return up_to_date(content, f"recipe {path}")
+
+
+def up_to_date(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return keys and values of ``where`` under today's names; warn of former ones, raise ConfigError for both."""
+    for key, value in content.items():
+        if key in FORMER_KEYS:
+            _warn_of_former(where, key, FORMER_KEYS[key])
+            if FORMER_KEYS[key] in content:
+                raise ConfigError(f"{where}: {key} and {FORMER_KEYS[key]} are the same key; keep one of them")
+        if (current := current_value(key, value)) is not value:
+            _warn_of_former(where, f"{key}: {value}", f"{key}: {current}")
+    return with_current_names(content)
+
+
+def _warn_of_former(where: str, former: str, current: str) -> None:
+    text = f"{where}: {former} is called {current} now; its old name works for one more release"
+    warnings.warn(text, FutureWarning, stacklevel=4)
 
 
 @functools.lru_cache(maxsize=8)
@@ -248,7 +268,7 @@ def read_flags(parser: RecipeParser, flags: Sequence[str]) -> dict[str, Any]:
         if key == "config" in content:
             raise ConfigError("--config may be given once; put both recipes into one file")
         content[key] = words if takes_list else " ".join(words) if words else True
-    return content
+    return up_to_date(content, where)
 
 
 def help_text(parser: RecipeParser) -> str:

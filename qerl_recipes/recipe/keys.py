@@ -46,7 +46,7 @@ RANGES = {
 }
 
 
-# Names from before the first release, in recorded runs and committed tables; recipes and flags do not take them.
+# Keys and values of the release before this one. They work for one more release, with a warning.
 FORMER_KEYS = {"checkpointed_layers": "recompute_layers", "skip_silent_rows": "skip_zero_advantage"}
 FORMER_VALUES = {"noise_mode": {"rollout": "engine", "corrected": "engine_is", "shared": "both"}}
 # keys of Open-R1 (TRL 0.18, transformers 4.52) that have another name now
@@ -97,7 +97,6 @@ DEFAULTS_OF_TRL_0_18 = {"beta": "0.04", "loss_type": "bnpo", "max_completion_len
 
 # keys that are not a recipe's, and where to set them instead
 BELONGS_ELSEWHERE = {
-    **{former: f"it is called {key} now" for former, key in FORMER_KEYS.items()},
     "num_processes": "it is an option of accelerate: accelerate launch --num_processes N -m qerl_recipes.cli train ...",
     "vllm_dtype": "the engine runs in the dtype of the model; use dtype",
     "vllm_enable_prefix_caching": "the engine caches prefixes and resets the cache at every swap; remove the key",

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from qerl_recipes.files.metrics_file import requested_name
 from qerl_recipes.files.run_state import LAST, MODEL
-from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, flags, read_yaml
+from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, flags, read_yaml, up_to_date
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")  # the study sets these in every run
@@ -35,6 +35,7 @@ SHARES = ("accuracy", SWEEP_GAIN, "in_upper_state")  # metrics, from 0 to 1
 Kind = Literal["sweep", "best", "common"]  # of a run
 Seeds = Annotated[list[int], Field(min_length=1)]
 Metric = Annotated[str, BeforeValidator(requested_name)]
+Keys = Annotated[dict[str, Any], AfterValidator(lambda keys: up_to_date(keys, "arms"))]
 
 
 class StudyError(ValueError):
@@ -48,7 +49,7 @@ class _Strict(BaseModel):
 class Sweep(_Strict):
     """Try one key of the recipe at each of ``values`` in every arm, with ``seeds`` of its own."""
 
-    key: str
+    key: Annotated[str, AfterValidator(lambda key: next(iter(up_to_date({key: None}, "sweep.key"))))]
     values: Annotated[list[float], Field(min_length=2)]
     seeds: Seeds
     common: float | None = None
@@ -118,7 +119,7 @@ class Study(_Strict):
     """Hold a study file; ``recipe`` is relative to the current folder."""
 
     recipe: Path
-    arms: dict[str, dict[str, Any]]
+    arms: dict[str, Keys]
     seeds: Seeds
     evaluations: dict[str, dict[str, Any]]
     primary: str

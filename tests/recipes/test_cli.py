@@ -57,11 +57,14 @@ def test_an_option_is_spelt_as_a_recipe_or_as_vllm_does_and_what_follows_stays_a
     assert (str(recipe), rest, memory) == ("a_recipe.yaml", following, 24.0)
 
 
-def test_the_doctor_compares_log_probabilities(monkeypatch):
+def test_the_doctor_compares_log_probabilities_by_either_name(monkeypatch):
     seen = []
     monkeypatch.setattr(mismatch, "run", lambda *given: seen.append(given) or 0)
     CliRunner().invoke(cli.app, ["doctor", "--logprobs", "a_run", "--seed", "4"])
-    assert seen == [(Path("a_run"), ["--seed", "4"], 16)]
+    with pytest.warns(FutureWarning, match="--mismatch is called --logprobs now"):
+        CliRunner().invoke(cli.app, ["doctor", "--mismatch", "a_run", "--seed", "4"])
+    assert seen == [(Path("a_run"), ["--seed", "4"], 16)] * 2
+    assert "keep one" in CliRunner().invoke(cli.app, ["doctor", "--mismatch", "a_run", "--logprobs", "a_run"]).output
     for ignored in (["--recipe", "a_recipe.yaml"], ["--gpu-memory", "24"]):
         assert "remove --recipe" in CliRunner().invoke(cli.app, ["doctor", "--logprobs", "a_run", *ignored]).output
 

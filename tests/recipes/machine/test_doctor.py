@@ -1,11 +1,11 @@
 """Test ``qerl doctor``: its table agrees with the recipes, its check finds a wrong weight, and it runs without vLLM."""
 
-import importlib.metadata
 import types
 
 import pytest
 import qerl_kernels.linear
 import torch
+from vllm.config import CompilationMode
 
 from qerl_recipes.machine import doctor
 
@@ -34,17 +34,28 @@ def test_one_wrong_weight_is_found_and_is_a_problem(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_vllm_is_said_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = importlib.metadata.version
+    version = doctor.importlib.metadata.version
 
     def without_vllm(name: str) -> str:
         if name.startswith("vllm"):
-            raise importlib.metadata.PackageNotFoundError(name)
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", without_vllm)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", without_vllm)
     report = doctor.examine()
     assert ("vllm", "not installed", "needed for serving, training and evaluation") in report.rows
     assert not report.problems
+
+
+def test_the_variable_by_which_vllm_has_no_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name the variable, which vLLM reads itself: without torch.compile it has no graphs."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    config, report = doctor.engine_config(enable_chunked_prefill=False), doctor.Report()
+    assert config.compilation_config.mode == CompilationMode.NONE and not config.model_config.enforce_eager
+    doctor.add_engine(report, config)
+    remarks = {name: remark for _, name, remark in report.rows}
+    assert remarks["full CUDA graphs"] == "OFF, which is slower: TORCH_COMPILE_DISABLE=1"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.configs import parse, tracker_environment
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.recipe.keys import HONOURED, REFUSED, WITHOUT_EFFECT, refusals
+from qerl_recipes.recipe.keys import FORMER_VALUES, HONOURED, REFUSED, WITHOUT_EFFECT, refusals
 from qerl_vllm_plugin.noise import check_sigma
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "data" / "recipes"
@@ -180,6 +180,44 @@ def test_a_recipe_stands_above_the_one_that_it_extends(tmp_path):
     assert (training.learning_rate, training.seed, model.lora_r) == (1e-3, 2, 16)
 
 
+CHECKPOINTED = "gradient_checkpointing: true\n"
+
+
+@pytest.mark.parametrize(
+    ("former", "key", "value"),
+    [("checkpointed_layers", "recompute_layers", 3), ("skip_silent_rows", "skip_zero_advantage", False)],
+)
+def test_a_former_key_works_with_a_warning(former, key, value, tmp_path):
+    warned = f"{former} is called {key} now"
+    text = yaml.safe_dump({"gradient_checkpointing": True, former: value})
+    with pytest.warns(FutureWarning, match=f"recipe .*{warned}"):
+        assert getattr(parse(recipe(tmp_path, text))[1], key) == value
+    for flags in ([f"--{former}", str(value)], [f"--{former}={value}"], [f"--{former.replace('_', '-')}={value}"]):
+        with pytest.warns(FutureWarning, match=f"command line: {warned}"):
+            assert getattr(parse([*recipe(tmp_path, CHECKPOINTED), *flags])[1], key) == value
+
+
+@pytest.mark.parametrize(("former", "mode"), FORMER_VALUES["noise_mode"].items())
+def test_a_former_noise_mode_works_with_a_warning(former, mode, tmp_path):
+    warned = f"noise_mode: {former} is called noise_mode: {mode} now"
+    ways = {
+        "recipe .*": recipe(tmp_path, f"noise_mode: {former}\n"),
+        "command line": [*CPU, "--noise_mode", former],
+        "command line:": [*CPU, f"--noise_mode={former}"],
+    }
+    for where, argv in ways.items():
+        with pytest.warns(FutureWarning, match=f"{where}.*{warned}"):
+            assert parse(argv)[1].noise_mode == mode
+    with pytest.warns(FutureWarning, match=f"GRPOConfig: {warned}"):
+        assert configs.GRPOConfig(noise_mode=former, use_cpu=True, bf16=False).noise_mode == mode
+
+
+def test_a_former_key_gives_way_to_a_recipe_above_it(tmp_path):
+    (tmp_path / "below.yaml").write_text(f"{CHECKPOINTED}checkpointed_layers: 3\n")
+    with pytest.warns(FutureWarning, match="below.yaml: checkpointed_layers is called"):
+        assert parse(recipe(tmp_path, "extends: below.yaml\nrecompute_layers: 5\n"))[1].recompute_layers == 5
+
+
 def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
     _, training, _ = parse(recipe(tmp_path, "learning_rate: 1e-5\neval_strategy: no\nsave_strategy: no\n"))
     assert training.learning_rate == 1e-5
@@ -205,8 +243,7 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
         ("extends: recipe.yaml\n", "extends itself"),
         ("extends: missing.yaml\n", "missing.yaml cannot be read"),
         ("dtype: float32\ntorch_dtype: float32\n", "the same key"),
-        ("checkpointed_layers: 1\n", "checkpointed_layers is not a key of a recipe; it is called recompute_layers now"),
-        ("noise_mode: shared\n", "noise_mode: invalid choice: 'shared' (choose from 'none'"),
+        ("recompute_layers: 1\ncheckpointed_layers: 1\n", "the same key"),
         ("warmup_ratio: 3\n", "warmup_ratio is a share"),
         ("num_processes: 8\n", "accelerate launch"),
         ("activation_offloading: true\n", "recompute_layers"),

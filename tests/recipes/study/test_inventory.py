@@ -244,10 +244,11 @@ def test_a_plan_that_was_changed_since_is_refused(published, study, tmp_path):
     refused(None, {"learning_rate": 2e-3})  # each run has its own learning rate from the sweep
 
 
-def test_a_run_has_the_hash_that_it_had_under_former_names(study):
+def test_former_keys_make_the_same_runs_with_the_same_hash(study):
     former = {"skip_silent_rows": False, "checkpointed_layers": 3, "noise_mode": "rollout"}
-    now = {"skip_zero_advantage": False, "recompute_layers": 3, "noise_mode": "engine"}
-    plan = read(study(sweep=None, arms={"a": {}, "b": now}))
+    with pytest.warns(FutureWarning, match="arms: checkpointed_layers is called recompute_layers now"):
+        plan = read(study(sweep=None, arms={"a": {}, "b": former}))
+    assert plan.arms["b"] == {"skip_zero_advantage": False, "recompute_layers": 3, "noise_mode": "engine"}
     (run, *_) = [run for run in first_runs(plan) if run.arm == "b"]
     as_before = [{"model_name_or_path": "base", **former}, run.seed, plan.evaluations]
     assert inventory.plan_of(plan, run) == inventory._digest(as_before)
