@@ -169,20 +169,32 @@ def serving(
 
 
 @contextmanager
-def ballast(left: int) -> Iterator[None]:
-    """Make a GPU smaller for the arms: hold all of its memory but ``left`` bytes in this process during the block.
+def ballast(left: int) -> Iterator[int]:
+    """Make a GPU smaller: hold all of its memory but ``left`` bytes during the block; yield the bytes held.
 
-    A limit inside an arm's torch would count memory that the engine has handed back as still in use. Raises ValueError
-    if fewer bytes are free.
+    This takes another process: a limit inside torch would count memory that the engine has handed back as still in use.
+    Raises ValueError if fewer bytes are free.
     """
+    holder = Arm(__name__, {"left": left})
+    try:
+        held = holder.hear()["held"]
+        if held < 0:
+            raise ValueError(f"{gigabytes(left)} were asked for and {gigabytes(left + held)} are free; ask for less")
+        yield held
+    finally:
+        holder.end()
+
+
+def _hold(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None]:
+    """Allocate what ``ballast`` asks for; answer with the bytes held, or as a negative number with those missing."""
     import torch
 
+    left = request["left"]
     free, _ = torch.cuda.mem_get_info()
-    if free < left:
-        raise ValueError(f"{gigabytes(left)} were asked for and {gigabytes(free)} are free; ask for less")
-    block = torch.empty(free - left, dtype=torch.uint8, device="cuda")
-    try:
-        yield
-    finally:
-        del block
-        torch.cuda.empty_cache()
+    block = torch.empty(max(free - left, 0), dtype=torch.uint8, device="cuda")
+    figures["held"] = block.numel() if free >= left else free - left
+    return lambda order, figures: figures.update(held=block.numel())  # keeps the block, and waits
+
+
+if __name__ == "__main__":
+    answer(_hold)

@@ -66,9 +66,9 @@ def rollout(
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="lognormal:MEAN,SIGMA,MAX",
-            help="Measure each number of sequences also with completions of unequal lengths, drawn at random; "
-            "lognormal alone is lognormal:1440,0.8,4096.",
+            metavar="FILE|lognormal:MEAN,SIGMA,MAX",
+            help="Measure each number of sequences also with completions of unequal lengths: drawn from a file of "
+            "numbers of tokens, or at random; lognormal alone is lognormal:1440,0.8,4096.",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Repeat each case this often, after one that warms up.")] = 3,
@@ -76,7 +76,7 @@ def rollout(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Measure each configuration with these caches, such as auto,fp8.")
     ] = "auto",
-    profile: Annotated[bool, typer.Option("--profile", hidden=True)] = False,  # in commands of kernels/results
+    profile: Annotated[bool, typer.Option("--profile", hidden=True)] = False,  # of earlier releases
     interleave: Annotated[
         bool, typer.Option(help="Start all engines at once on one GPU, and measure each repeat on one after the other.")
     ] = False,
@@ -144,6 +144,12 @@ def swap(
     run(shape, rank=rank, transports=transport.split(","), tensor_parallel_size=tensor_parallel_size, output=output)
 
 
+@bench.command(hidden=True, context_settings=PASS_THROUGH)
+def soak() -> None:
+    """Refuse: this has become `python tests/soak`, in a clone."""
+    raise ValueError("`qerl bench soak` has gone: run `python tests/soak` in a clone; it takes the same options")
+
+
 def _of_a_clone(script: str) -> Path:
     """Return a script that lies beside the kernels. Raises FileNotFoundError where there is no clone."""
     if not (KERNELS / script).is_file():
@@ -156,7 +162,7 @@ def scale(
     shape: Annotated[str, typer.Option(help="7B, 32B or 72B of Qwen2.5")] = "7B",
     completions: Annotated[int, typer.Option(help="completions of a step, dealt out to the GPUs")] = 1024,
     lengths: Annotated[
-        str, typer.Option(metavar="lognormal:MEAN,SIGMA,MAX", help="tokens out, as for `qerl bench rollout`")
+        str, typer.Option(metavar="FILE|lognormal:MEAN,SIGMA,MAX", help="tokens out, as for `qerl bench rollout`")
     ] = "lognormal",
     bandwidth_gb: Annotated[float, typer.Option(help="GB/s of a GPU to the next, for the all-reduce")] = 50,
     output: Output = None,
@@ -231,7 +237,7 @@ def bench_train(
     ] = 3,
     rank: Rank = 32,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
-    part: Annotated[str, typer.Option(hidden=True)] = "step",  # in commands of kernels/results
+    part: Annotated[str, typer.Option(hidden=True)] = "step",  # of earlier releases
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GB of the GPU that may be used; the rest is blocked")
     ] = None,

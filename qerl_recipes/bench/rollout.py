@@ -10,6 +10,7 @@ wait without a processor; workers of an engine on several GPUs do so from a seco
 
 import functools
 import itertools
+import re
 import statistics
 import sys
 import tempfile
@@ -22,14 +23,13 @@ from typing import Any
 from rich.console import Console
 
 from qerl_recipes.bench import lengths as uneven
+from qerl_recipes.bench import rollout_memory
 from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, check_gpus, check_shape, ended_cleanly
 from qerl_recipes.bench.engines import ADAPTERLESS, ARMS
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
-from qerl_recipes.bench.rollout_arm import WARM_UP_TOKENS, Case, prefill
-from qerl_recipes.machine.gpu import installed_gpu
-from qerl_recipes.memory import estimates, sizes
+from qerl_recipes.bench.rollout_arm import FEW, WARM_UP_TOKENS, Case, prefill
 from qerl_recipes.recipe.keys import ENGINE_RANKS
-from qerl_recipes.recipe.shapes import config_json, full_name
+from qerl_recipes.recipe.shapes import full_name
 
 ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {  # arguments of vllm.LLM that the benchmark sets itself
@@ -38,10 +38,6 @@ OURS = {  # arguments of vllm.LLM that the benchmark sets itself
     *("enable_lora", "max_lora_rank"),
 }
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-SET_BY_INTERLEAVE = ("kv_cache_memory_bytes", "gpu_memory_utilization")
-LEAST_SHARE = 0.01  # vLLM refuses to start where less than this share of the GPU is free
-MARGIN = 1.1  # of the cache, for blocks that a step ahead takes
-BLOCK = 16  # tokens of vLLM's blocks on a GPU
 
 
 def run(
@@ -69,6 +65,9 @@ def run(
     check_shape(shape)
     check_gpus(tensor_parallel_size)
     engine, variants = dict(engine or {}), dict(variants or {})
+    for name in variants:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"variant {name!r}: a name is of letters, digits, '_', '.' and '-'")
     options: dict[str, Any] = {"engine": engine, **{f"variant {name}": own for name, own in variants.items()}}
     _check_names(arms, rank, kv_cache_dtype, options, interleave)
     if repeats < 1:
@@ -77,7 +76,7 @@ def run(
     if lengths is not None:
         drawn = {case.batch: uneven.draw(lengths, case.batch) for case in cases}
         about = {"chosen": uneven.DEFAULT if lengths == "lognormal" else lengths, "seed": uneven.SEED}
-        about["batch"] = {str(batch): {"each": own} for batch, own in drawn.items()}
+        about["batch"] = {str(batch): uneven.summary(own) for batch, own in drawn.items()}
         of_a_batch = {case.batch: case for case in cases}
         cases = [*cases, *(of_a_batch[n]._replace(output=max(own), lengths=own) for n, own in drawn.items())]
     requests: dict[str, Figures] = {}
@@ -95,9 +94,9 @@ def run(
             "engine": _joined(engine, {} if variant is None else variants[variant]),
             "memory": {},
         }
-    for request in requests.values() if interleave and installed_gpu() is not None else ():
-        # vLLM's own measuring would count what another engine has taken as its own
-        request["memory"] = {"kv_cache_memory_bytes": cache_bytes(request), "gpu_memory_utilization": LEAST_SHARE}
+    if interleave:
+        for name, memory in rollout_memory.plan(shape, requests, cases).items():
+            requests[name]["memory"] = memory
     measured: dict[str, Figures] = {name: {} for name in requests}
     result = {
         "shape": shape,
@@ -142,7 +141,7 @@ def _check_names(
     for name, options in named.items():
         if ours := sorted(set(options) & OURS):
             raise ValueError(f"{name} names {ours[0]!r}, which this benchmark sets itself; leave it out")
-        if interleave and (ours := sorted(set(options) & set(SET_BY_INTERLEAVE))):
+        if interleave and (ours := sorted(set(options) & set(rollout_memory.SET_HERE))):
             raise ValueError(f"{name} names {ours[0]!r}, which --interleave sets for each engine; leave one out")
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 1:
         raise ValueError(f"rank is {list(ranks)}; name each rank once, each at least 1")
@@ -157,18 +156,6 @@ def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
         both_are_objects = isinstance(value, dict) and isinstance(options.get(name), dict)
         joined[name] = _joined(options[name], value) if both_are_objects else value
     return joined
-
-
-def cache_bytes(request: Mapping[str, Any]) -> int:
-    """Return the bytes on each GPU of a KV cache in which no sequence of any case waits for another."""
-    cases, block = request["cases"], request["engine"].get("block_size") or BLOCK
-    blocks = [sum(-(-(case.input + n) // block) + 1 for n in case.outputs) for case in (*cases, prefill(cases))]
-    itemsize, size = (
-        1 if request["kv_cache_dtype"].startswith("fp8") else 2,
-        sizes.measure(config_json(request["shape"])),
-    )
-    a_token = estimates.cache_of_a_token(size, request["tensor_parallel"], itemsize)
-    return int(MARGIN * max(blocks) * block * a_token)
 
 
 def take_turns(
@@ -219,6 +206,7 @@ def take_turns(
             for name, given in timed(number, case).items():
                 row: Figures = {"batch": case.batch, "input": case.input, "seconds": _seconds(given)}
                 if case.lengths:
+                    row |= {f"below_{few}": [one["below"][str(few)] for one in given] for few in FEW}
                     note(name, {"uneven": {**row, "tokens": sum(case.lengths)}})
                 else:
                     note(name, {"case": {**row, "output": case.output, "prefill_seconds": _seconds(first[name])}})
@@ -233,7 +221,7 @@ def _seconds(given: Sequence[Figures]) -> list[float]:
 
 def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
     """Add a piece of an arm's figures to those before, with its rates."""
-    alone = ("failed", "linears", "weights_gib", "kv_cache_tokens")
+    alone = ("failed", "linears", "weights_gib", "kv_cache_tokens", "start_seconds")
     measured |= {name: figures[name] for name in alone if name in figures}
     if row := figures.get("case"):
         batch, tokens_in, tokens_out = row["batch"], row["input"], row["output"]

@@ -1,7 +1,8 @@
 """Time one arm of ``qerl bench rollout`` in a process of its own: start its engine and run its cases."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl_recipes.bench import linear_kernels
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
 WARM_UP_TOKENS = 16
+FEW = (16, 64)  # of unequal lengths: the share of the time is noted in which fewer sequences are left
 
 
 class Case(NamedTuple):
@@ -60,13 +62,15 @@ def prefill(cases: Sequence[Case]) -> Case:
 
 
 def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None]:
-    """Start the engine, note its memory, and return the function that times one repeat of a case."""
+    """Start the engine, note its memory and start time, and return the function that times one repeat of a case."""
+    began = time.perf_counter()
     from qerl_recipes.rollout import sampling as completions
 
     llm, policy = start(request, figures)
     cache = llm.llm_engine.vllm_config.cache_config
     figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     figures["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
+    figures["start_seconds"] = round(time.perf_counter() - began, 1)
     vocabulary = config_json(request["shape"])["vocab_size"]
 
     def carry_out(fields: Figures, figures: Figures) -> None:
@@ -74,19 +78,48 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
         ids = prompts(case, fields["number"], fields["repeat"], vocabulary)
         each = [sampling(length) for length in case.outputs]
         inputs: list[Any] = [{"prompt_token_ids": row} for row in ids]
-        began = time.perf_counter()
-        if is_stock(request["arm"]):
-            outputs = llm.generate(inputs, each, lora_request=policy.request, use_tqdm=False)
-            lengths = [len(output.outputs[0].token_ids) for output in outputs]
-        else:
-            lengths = [len(answer.ids) for answer in completions.generate(llm, ids, each, policy.request)]
-        seconds = time.perf_counter() - began
+        with contextlib.ExitStack() as noting:
+            ended = noting.enter_context(ends(llm)) if case.lengths else []
+            began = time.perf_counter()
+            if is_stock(request["arm"]):
+                outputs = llm.generate(inputs, each, lora_request=policy.request, use_tqdm=False)
+                lengths = [len(output.outputs[0].token_ids) for output in outputs]
+            else:
+                lengths = [len(answer.ids) for answer in completions.generate(llm, ids, each, policy.request)]
+            seconds = time.perf_counter() - began
         if lengths != list(case.outputs):
             wanted = "the given number of" if case.lengths else case.output
             raise RuntimeError(f"the engine did not generate {wanted} tokens for each prompt")
         figures["seconds"] = seconds
+        if case.lengths:
+            figures["below"] = {str(few): share_below(few, began, ended) for few in FEW}
 
     return carry_out
+
+
+@contextlib.contextmanager
+def ends(llm: "LLM") -> Iterator[list[float]]:
+    """Yield a list to which the time is added at which each sequence ends, as ``time.perf_counter`` tells it."""
+    core: Any = llm.llm_engine.engine_core
+    get_output, ended = core.get_output, list[float]()
+
+    def note() -> Any:
+        step = get_output()
+        now = time.perf_counter()
+        ended.extend(now for output in step.outputs if output.finish_reason is not None)
+        return step
+
+    core.get_output = note
+    try:
+        yield ended
+    finally:
+        core.get_output = get_output
+
+
+def share_below(few: int, began: float, ended: Sequence[float]) -> float:
+    """Return the share of the time until the last of ``ended`` in which fewer than ``few`` sequences had not ended."""
+    since = ended[-few] if len(ended) >= few else began
+    return (ended[-1] - since) / (ended[-1] - began)
 
 
 def start(request: Figures, figures: Figures) -> "tuple[LLM, Policy]":

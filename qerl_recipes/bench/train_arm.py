@@ -233,17 +233,20 @@ def measure(request: Figures, figures: Figures, begin: Begin = begin) -> None:
     """Load and make the steps; fill ``figures`` as they come."""
     if torch.cuda.is_available():
         Memory.others = used_bytes()
+    began = time.perf_counter()
     if not Path(request["base"], "config.json").is_file():
         device = "cuda" if torch.cuda.is_available() else "cpu"
         of_base = {"packed": request["packed"], "seed": request["seed"], "device": device}
         random_model.write(request["base"], request["config"], **of_base)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    written = time.perf_counter()
     trainer, timer, context = begin(request)
     figures["steps"] = []
     args = trainer.args
     trainer.add_callback(timer(trainer, args.generation_batch_size * args.max_completion_length, figures["steps"]))
     cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
+    figures["load_seconds"] = {"checkpoint": written - began, "engine and trainer": time.perf_counter() - written}
     figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     with context:
         trainer.train()

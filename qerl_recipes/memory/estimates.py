@@ -12,7 +12,7 @@ from qerl_kernels.linear_tiles import slab_rows
 
 from qerl_recipes.files.adapter import engine_rank
 from qerl_recipes.machine.gpu import Gpu
-from qerl_recipes.memory.sizes import ExpertsSize, ModelSize, adapter_elements, engine_weights, resident_adapter
+from qerl_recipes.memory.sizes import ExpertsSize, ModelSize, adapter_slots, engine_weights, resident_adapter
 from qerl_recipes.recipe.configs import GRPOConfig
 
 FP32, BF16, INT64 = 4, 2, 8
@@ -137,28 +137,16 @@ class Engine:
 
     @property
     def adapter(self) -> int:
-        rank, is_resident = engine_rank(self.rank), self.training.quantization == "qerl_nvfp4"
-        slots = adapter_elements(self.size.linears, rank) * self.itemsize  # vLLM's: A and B of every part
-        held = resident_adapter(self.size, rank, self.itemsize) if is_resident else slots
-        return held // self.training.vllm_tensor_parallel_size
+        room = resident_adapter if self.training.quantization == "qerl_nvfp4" else adapter_slots
+        return room(self.size, engine_rank(self.rank), self.itemsize) // self.training.vllm_tensor_parallel_size
 
     @property
     def scratch(self) -> int:
-        """Return the bytes that vLLM's profiling run will measure: the widest layer on ENGINE_TOKENS, and the sampler.
-
-        The sampler has a row of logits for each sequence and each drafted token. Of 4-bit weights the largest piece
-        that the engine expands at a time is added.
-        """
-        size, drafts = self.size, self.training.vllm_speculative_config
-        # gate, up, their product and the outputs, for every expert that a token goes through
-        in_experts = [layer.used * (3 * layer.inner + layer.hidden) for layer in size.experts]
-        hidden = ENGINE_TOKENS * max([3 * size.intermediate + 4 * size.hidden, *in_experts]) * self.itemsize
+        expands = self.training.quantization != "bf16"
+        drafts = self.training.vllm_speculative_config
         drafted = drafts.get("num_speculative_tokens", 0) if isinstance(drafts, dict) else 0
-        sampler = sequences(self.training) * (1 + drafted) * size.vocabulary * FP32 * SAMPLER_COPIES
-        if self.training.quantization == "bf16":
-            return hidden + sampler
-        slab = max(slab_rows(sum(part.N for part in parts)) * parts[0].K for parts in size.fused) * BF16
-        return hidden + sampler + slab
+        rows = sequences(self.training) * (1 + drafted)
+        return engine_scratch(self.size, rows, expands=expands, itemsize=self.itemsize)
 
     @property
     def beside_cache(self) -> int:
@@ -185,3 +173,19 @@ def sequences(training: GRPOConfig) -> int:
 def cache_of_a_token(size: ModelSize, tensor_parallel: int, itemsize: int) -> int:
     """Return the bytes of a token in one GPU's KV cache: keys and values of all layers, of ``itemsize`` each."""
     return 2 * size.layers * -(-size.kv_heads // tensor_parallel) * size.head_dim * itemsize
+
+
+def engine_scratch(
+    size: ModelSize, rows: int, *, expands: bool, itemsize: int = BF16, tokens: int = ENGINE_TOKENS
+) -> int:
+    """Return the bytes that vLLM's profiling run will measure: the widest layer on ``tokens`` tokens, and the sampler.
+
+    ``rows`` are those of the sampler's logits: one a sequence and one a drafted token. With ``expands`` the largest
+    piece of a 4-bit weight that the engine expands at a time is added.
+    """
+    # gate, up, their product and the outputs, for every expert that a token goes through
+    in_experts = [layer.used * (3 * layer.inner + layer.hidden) for layer in size.experts]
+    hidden = tokens * max([3 * size.intermediate + 4 * size.hidden, *in_experts]) * itemsize
+    sampler = rows * size.vocabulary * FP32 * SAMPLER_COPIES
+    slab = max(slab_rows(sum(part.N for part in parts)) * parts[0].K for parts in size.fused) * BF16
+    return hidden + sampler + (slab if expands else 0)

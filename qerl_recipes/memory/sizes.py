@@ -208,6 +208,11 @@ def resident_adapter(size: ModelSize, rank: int, itemsize: int = 2) -> int:
     )
 
 
+def adapter_slots(size: ModelSize, rank: int, itemsize: int = 2) -> int:
+    """Return the bytes of vLLM's LoRA slots for one adapter: A and B of every part."""
+    return adapter_elements(size.linears, rank) * itemsize
+
+
 def adapter_elements(linears: Iterable[LinearSize], rank: int) -> int:
     """Return the number of trained parameters of a LoRA adapter on ``linears``."""
     return sum(rank * (linear.N + linear.K) for linear in linears)

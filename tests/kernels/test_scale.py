@@ -111,7 +111,7 @@ def test_the_command_prints_each_number_of_gpus_with_its_assumptions(tmp_path: P
         (["--shape", "14B"], "shape '14B' has no measured parts; known: 7B, 32B, 72B"),
         (["--completions", "0"], "completions is 0, and must be above 0"),
         (["--bandwidth-gb", "0"], "bandwidth_gb is 0.0"),
-        (["--lengths", "1024"], "--lengths is '1024'"),
+        (["--lengths", "1024"], "--lengths 1024: No such file"),
     ],
 )
 def test_what_makes_no_step_is_refused(arguments: list[str], said: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from soak_load import LONGEST_ANSWER, LONGEST_PROMPT, SPAWN, Adapter, Answer, Change, ahead
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.rollout import LEAST_SHARE
+from qerl_recipes.bench.rollout_memory import LEAST_SHARE
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
 

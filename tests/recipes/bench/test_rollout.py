@@ -15,10 +15,11 @@ from vllm.platforms import cpu
 from vllm.v1.engine.core_client import InprocClient
 
 from qerl_recipes import cli
-from qerl_recipes.bench import lengths, linear_kernels, random_model, rollout, rollout_arm
+from qerl_recipes.bench import lengths, linear_kernels, random_model, rollout, rollout_arm, rollout_memory
 from qerl_recipes.bench.arms import ArmFailedError
+from qerl_recipes.bench.engines import ARMS
 from qerl_recipes.bench.rollout_arm import Case
-from qerl_recipes.machine.gpu import Gpu
+from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin.compat import scheduler
 
@@ -128,6 +129,7 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
         for batch, row in found["uneven"].items():
             assert (row["tokens"], len(row["seconds"])) == (sum(drawn[batch]), 2)
             assert row["tokens_per_s"] == pytest.approx(row["tokens"] / statistics.median(row["seconds"]))
+            assert row["below_16"] == row["below_64"] == [1.0, 1.0]
             if where == "in_this_process":
                 assert row["seconds"] == [max(drawn[batch]) * 1.0] * 2, "until the last token"
     assert "bf16_merged, 3 of unequal lengths: " in noted and "s until the last token" in noted
@@ -232,6 +234,13 @@ def test_lengths_have_the_given_mean_and_spread() -> None:
     assert lengths.draw("lognormal:400,0.8,999999", 3) == found[:3] and len(set(found[:3])) == 3
 
 
+def test_time_with_few_sequences_left_is_counted() -> None:
+    ended = [10 + float(second) for second in range(1, 21)]  # of 20 sequences one ends every second
+    assert rollout_arm.share_below(16, 10.0, ended) == 15 / 20, "16 are left until the fifth has ended"
+    assert rollout_arm.share_below(20, 10.0, ended) == 19 / 20 and rollout_arm.share_below(21, 10.0, ended) == 1
+    assert rollout_arm.share_below(1, 10.0, ended) == 0
+
+
 def groups_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[dict[str, dict[str, Any]]]:
     """Return the requests of each group of arms that exist at the same time."""
     groups: list[dict[str, dict[str, Any]]] = []
@@ -244,8 +253,13 @@ def groups_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[dict[str,
     return groups
 
 
-def test_arms_are_started_one_by_one_or_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "installed_gpu", lambda: H200)
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_memory, "installed_gpu", lambda: H200)
+    monkeypatch.setattr(rollout_memory, "used_bytes", lambda: GB)
+
+
+def test_arms_are_started_one_by_one_or_at_once(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one = groups_of(monkeypatch)
     assert [list(group) for group in one_by_one] == [["bf16"], ["qerl_nvfp4"]]
     assert one_by_one[0]["bf16"]["memory"] == {}, "vLLM measures"
@@ -268,13 +282,34 @@ def test_variants_and_caches_multiply_the_arms(monkeypatch: pytest.MonkeyPatch) 
     assert group["qerl_nvfp4, pdl, fp8 cache"]["kv_cache_dtype"] == "fp8"
 
 
-def test_a_cache_holds_the_largest_case_and_the_prefill() -> None:
+def memory_of(shape: str, names: Any, cases: list[Case], cache: str = "auto", parallel: int = 1) -> dict[str, int]:
+    request = {"shape": shape, "rank": 32, "tensor_parallel": parallel, "kv_cache_dtype": cache, "engine": {}}
+    planned = rollout_memory.plan(shape, {arm: {**request, "arm": arm} for arm in names}, cases)
+    return {name: memory["kv_cache_memory_bytes"] for name, memory in planned.items()}
+
+
+def test_a_cache_holds_the_largest_case_and_the_prefill(h200: None) -> None:
     token, work = 2 * 28 * 4 * 128 * 2, [Case(8, 256, 512), Case(64, 256, 1024), Case(256, 256, 512)]
-    request = {"shape": "7B", "cases": work, "tensor_parallel": 1, "kv_cache_dtype": "auto", "engine": {}}
-    assert rollout.cache_bytes(request) == int(1.1 * 256 * (768 + 16) * token)
-    assert rollout.cache_bytes({**request, "kv_cache_dtype": "fp8"}) == int(1.1 * 256 * (768 + 16) * token / 2)
-    assert rollout.cache_bytes({**request, "cases": work[:1]}) == int(1.1 * 64 * (768 + 16) * token), "64 prompts"
-    assert rollout.cache_bytes({**request, "tensor_parallel": 2}) == int(1.1 * 256 * (768 + 16) * token / 2)
+    assert memory_of("7B", ["bf16"], work) == {"bf16": int(1.1 * 256 * (768 + 16) * token)}
+    assert memory_of("7B", ["bf16"], work, "fp8") == {"bf16": int(1.1 * 256 * (768 + 16) * token / 2)}
+    stock = memory_of("7B", ["fp8_merged", "stock_nvfp4_humming", "stock_nvfp4_humming_slots", "fp8"], work)
+    assert set(stock.values()) == {int(1.1 * 256 * (768 + 16) * token)}
+    assert memory_of("7B", ["bf16"], work[:1]) == {"bf16": int(1.1 * 64 * (768 + 16) * token)}, "64 prompts, not 8"
+    assert memory_of("7B", ["bf16"], work, parallel=2) == {"bf16": int(1.1 * 256 * (768 + 16) * token / 2)}
+
+
+def test_engines_that_do_not_fit_together_are_refused(h200: None) -> None:
+    work = [Case(256, 128, 128)]
+    assert len(memory_of("7B", ["bf16_merged", "bf16", "qerl_nvfp4", "qerl_nvfp4_float16"], work)) == 4
+    assert len(memory_of("32B", ["bf16_merged", "bf16", "qerl_nvfp4"], work, parallel=2)) == 3
+    with pytest.raises(ValueError, match="--interleave has 3 engines at once, which take") as error:
+        memory_of("32B", ["bf16_merged", "bf16", "qerl_nvfp4"], work)
+    message = str(error.value)
+    assert "149.8 GB of its 150.8 GB are free" in message and "or leave --interleave out" in message
+    # The weights of 32B take 65.5 GB, by hand. The cache is 1.1 x 256 x (256 + 16) tokens of 256 KiB.
+    assert "bf16_merged" in message and "(cache 20.1 GB, weights 65.5 GB, at work" in message
+    with pytest.raises(ValueError, match=f"{len(ARMS)} engines at once"):
+        memory_of("7B", ARMS, [Case(256, 256, 512)])
 
 
 def test_rates_are_of_the_median_and_a_failed_arm_ends_no_other(
