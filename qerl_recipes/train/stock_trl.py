@@ -46,6 +46,7 @@ NEEDED: dict[str, Any] = {
     "eval_strategy": "no",
     "fp16": False,
     "resume_from_checkpoint": None,
+    "push_to_hub": False,
 }
 
 

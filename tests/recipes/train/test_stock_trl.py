@@ -34,7 +34,10 @@ def test_every_setting_that_trl_has_is_the_recipes() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("quantization", "qerl_nvfp4"), ("noise_mode", "engine"), ("dynamic_sampling", "true"), ("train_norms", "true")],
+    [
+        *(("quantization", "qerl_nvfp4"), ("noise_mode", "engine"), ("dynamic_sampling", "true")),
+        *(("train_norms", "true"), ("push_to_hub", "true")),
+    ],
 )
 def test_what_stock_trl_would_ignore_is_refused_by_name(key: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{key}: .* is not for stock TRL"):
