@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # a plugin that adds only rewards need not load torch, TRL and vLLM
     import torch
+    from accelerate import Accelerator, PartialState
 
+    from qerl_recipes.recipe.configs import GRPOConfig
     from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights
 
 # Prompt ids, completion ids, log-probabilities of the sampled tokens as [[[lp], ...], ...], and None for extra fields.
@@ -119,7 +121,22 @@ class LendsWeights(Protocol):
         """Raise an error if the trainer has changed a lent weight; called before anything is saved."""
 
 
-# Start an engine on a folder: ``start(base, training, *, rank, dtype, snapshot, accelerator)``. The recipe is
-# ``training``; ``rank`` is the adapter's, ``dtype`` that of the activations. ``accelerator`` describes the trainer's
-# processes. ``snapshot()`` is the current policy, from ``begin`` on: the engine starts before the trainer.
-StartEngine = Callable[..., RolloutEngine]
+class StartEngine(Protocol):
+    """Define the function that starts an engine; the hook ``qerl_rollout_engines`` offers such functions by name."""
+
+    def __call__(
+        self,
+        base: str,
+        training: GRPOConfig,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        snapshot: Callable[[], Snapshot],
+        accelerator: Accelerator | PartialState,
+    ) -> RolloutEngine:
+        """Start an engine on the checkpoint folder ``base``.
+
+        ``rank`` is the adapter's rank and ``dtype`` that of the activations. ``accelerator`` describes the trainer's
+        processes. ``snapshot`` returns the current policy. Do not call it before ``begin``: the engine starts before
+        the trainer.
+        """
