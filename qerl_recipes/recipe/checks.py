@@ -54,6 +54,7 @@ NEEDS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "dynamic_sampling_max_rounds": ("dynamic_sampling", None),
     "noise_schedule": ("noise_mode", ("engine", "engine_is", "both")),
     "eval_steps": ("eval_strategy", ("steps",)),
+    "eval_delay num_generations_eval per_device_eval_batch_size": ("eval_strategy", ("steps", "epoch")),
     "save_steps": ("save_strategy", ("steps", "no")),  # a flag that saves nothing stands above recipes that save
     "logging_steps": ("logging_strategy", ("steps", "no")),
     "gradient_checkpointing_kwargs": ("gradient_checkpointing", None),

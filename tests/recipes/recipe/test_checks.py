@@ -271,11 +271,13 @@ def test_a_server_is_found_under_trls_key(flags, address):
         ),
         (
             "--multi_objective_aggregation normalize_then_sum --scale_rewards none --delta 2 --loss_type cispo "
-            "--eval_steps 5 --entropy_target 0.5",
+            "--eval_steps 5 --eval_delay 3 --num_generations_eval 4 --entropy_target 0.5",
             [
                 "scale_rewards: none has no effect with multi_objective_aggregation: normalize_then_sum",
                 "delta: 2.0 has no effect with loss_type: cispo",
                 "eval_steps: 5.0 has no effect with eval_strategy: no",
+                "eval_delay: 3.0 has no effect with eval_strategy: no",
+                "num_generations_eval: 4 has no effect with eval_strategy: no",
                 "entropy_target: 0.5 has no effect with use_adaptive_entropy: False",
             ],
         ),
