@@ -64,13 +64,25 @@ def overridden(sampling: Sampling, adapter: AdapterFolder) -> list[str]:
 
 def _in_training(sampling: Sampling, adapter: AdapterFolder) -> dict[str, Any]:
     """Return what training settled of the options of ``sampling``, None for what it had not."""
-    template, recipe = adapter.path / TEMPLATE, adapter.recipe
-    in_training = {"system_prompt": recipe.get("system_prompt"), "max_new_tokens": recipe.get("max_completion_length")}
-    if sampling.use_chat_template is not False:
-        in_training["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
-        in_training["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
-    in_training["generation_kwargs"] = sampling_parameters(recipe, sampling.temperature) or None
-    return in_training
+    file = adapter.path / TEMPLATE
+    template = file.read_text(encoding="utf-8") if file.is_file() else None
+    return settled(adapter.recipe, sampling.temperature, sampling.use_chat_template is not False, template)
+
+
+def settled(
+    recipe: Mapping[str, Any], temperature: float, renders: bool, template: str | None = None
+) -> dict[str, Any]:
+    """Return what a recipe settles of an evaluation at ``temperature``; ``renders`` says that it has a chat template.
+
+    ``template`` is the one that training was given, None for that of the tokenizer.
+    """
+    chat = {"chat_template": template, "chat_template_kwargs": recipe.get("chat_template_kwargs") or None}
+    return {
+        "system_prompt": recipe.get("system_prompt"),
+        "max_new_tokens": recipe.get("max_completion_length"),
+        **(chat if renders else {}),
+        "generation_kwargs": sampling_parameters(recipe, temperature) or None,
+    }
 
 
 def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes.evaluate.as_trained import sampling_parameters
+from qerl_recipes.evaluate.as_trained import settled
 from qerl_recipes.files.metrics_file import FILE
 from qerl_recipes.files.run_state import MODEL
 from qerl_recipes.files.whole_folder import locked, write_text
@@ -336,13 +336,11 @@ def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str
         }
         if one.trained == MODEL:
             settings |= {"base": str(folder / MODEL), "adapter": None, "adapter_only": False}
-            settings |= {key: recipe.get(key) for key in ("dtype", "system_prompt")}
-            settings["max_new_tokens"] = recipe.get("max_completion_length")
             if isinstance(own := recipe.get("generation_kwargs"), str):
                 recipe["generation_kwargs"] = json.loads(own)
-            settings["generation_kwargs"] = sampling_parameters(recipe, options.get("temperature", 0)) or None
-            if options.get("use_chat_template") is not False:
-                settings["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
+            renders = options.get("use_chat_template") is not False
+            settings |= settled(recipe, options.get("temperature", 0), renders)
+            settings["dtype"] = recipe.get("dtype")
         missing.append({**settings, **options})
     return missing
 
