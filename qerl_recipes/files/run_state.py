@@ -6,6 +6,7 @@ with files of other sizes, is not a checkpoint. A resumed run must train on as i
 changed.
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -21,12 +22,15 @@ from qerl_kernels.conditions import installed
 
 from qerl_recipes.files.base_model import written_name
 from qerl_recipes.files.json_files import shown
+from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.recipe.keys import HONOURED, TOPICS, means_of_a_micro_batch, with_current_names
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # subfolder for a run's final adapter
 MODEL = "model"  # subfolder for the weights of a run that trains all of them
-LEFT = "_left-"  # begins the name of a folder with what a run went back from
+# LEFT begins the name of a folder with what a run went back from.
+# TO_MOVE lists what has yet to be moved there.
+LEFT, TO_MOVE = "_left-", "to_move.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 ANOTHER_RUN = "To start a new run from its adapter instead, use adapter_name_or_path"
 # recipe keys that are not recorded; the address of a server is private
@@ -160,8 +164,16 @@ def read_state(folder: str | Path) -> State:
 
 def whole_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the whole checkpoints of a run, oldest first, without those that it went back from."""
-    named = [path for path in Path(output_dir).glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted((path for path in named if step_of(path) >= 0), key=lambda path: int(path.name.partition("-")[2]))
+    checkpoints, abandoned = [], {name for _, names in _interrupted_moves(output_dir) for name in names}
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = NAME.fullmatch(path.name)
+        if match and path.is_dir() and path.name not in abandoned:
+            try:
+                read_state(path)
+            except CheckpointMismatch:
+                continue
+            checkpoints.append((int(match.group(1)), path))
+    return [path for _, path in sorted(checkpoints)]
 
 
 def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
@@ -211,21 +223,23 @@ def what_is_kept(output_dir: str | Path) -> str:
 def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | None:
     """Move what a run saved after ``step`` into a folder of its own -> that folder, None if nothing is later.
 
-    Copies of ``histories``, files that are about to be truncated, go into the same folder; nothing is deleted. The
-    latest is moved first, so that an interruption leaves the run at an earlier one of its steps.
+    Copies of ``histories``, files that are about to be truncated, go into the same folder; nothing is deleted. The next
+    call finishes an interrupted move; until then, ``whole_checkpoints`` ignores what is still to be moved.
     """
     output_dir = Path(output_dir)
+    for folder, names in _interrupted_moves(output_dir):
+        _move(output_dir, folder, names)
     later = [path for path in (*whole_checkpoints(output_dir), output_dir / LAST) if step_of(path) > step]
     if not later:
         return None
-    archives = [path.name.removeprefix(LEFT) for path in output_dir.glob(f"{LEFT}*")]
-    archive = output_dir / f"{LEFT}{1 + max((int(name) for name in archives if name.isdecimal()), default=0)}"
-    archive.mkdir()
-    for file in histories:
-        if file.is_file():
-            shutil.copy(file, archive)
-    for path in reversed(later):
-        path.rename(archive / path.name)
+    number = 1 + max((int(path.name.removeprefix(LEFT)) for path in _archives(output_dir)), default=0)
+    archive, names = output_dir / f"{LEFT}{number}", [path.name for path in later]
+    with whole_folder(archive) as partial:
+        for file in histories:
+            if file.is_file():
+                shutil.copy(file, partial)
+        (partial / TO_MOVE).write_text(json.dumps(names), encoding="utf-8")
+    _move(output_dir, archive, names)
     return archive
 
 
@@ -235,6 +249,27 @@ def step_of(folder: Path) -> int:
         return read_state(folder).step
     except CheckpointMismatch:
         return -1
+
+
+def _archives(output_dir: str | Path) -> list[Path]:
+    """Return the folders that hold what a run went back from."""
+    return [path for path in Path(output_dir).glob(f"{LEFT}*") if path.name.removeprefix(LEFT).isdecimal()]
+
+
+def _interrupted_moves(output_dir: str | Path) -> list[tuple[Path, list[str]]]:
+    """Return each folder of ``_archives`` whose move was interrupted, with the names that belong in it."""
+    interrupted = []
+    for folder in _archives(output_dir):
+        with contextlib.suppress(FileNotFoundError):
+            interrupted.append((folder, json.loads((folder / TO_MOVE).read_text(encoding="utf-8"))))
+    return interrupted
+
+
+def _move(output_dir: Path, archive: Path, names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # it was moved before an interruption
+            (output_dir / name).rename(archive / name)
+    (archive / TO_MOVE).unlink()
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:

@@ -30,13 +30,28 @@ ON_CPU = {
 PYTHONS_OWN = warnings.formatwarning
 # vLLM warns of each scheduler that is not its own; only that of a user's own is news
 NOISE = {"vllm.config.scheduler": ("Using custom scheduler class qerl_vllm_plugin.",)}
-# Modules of vLLM whose warnings on a CPU only say that it lacks what a GPU or a faster build has, or that it does what
-# ON_CPU asks.
-CPU_NOISE = (
-    *("vllm.config.vllm", "vllm.engine.arg_utils", "vllm.model_executor.layers.indexer_topk"),
-    *("vllm.model_executor.layers.utils", "vllm.platforms.cpu", "vllm.triton_utils.dispatcher"),
-    *("vllm.triton_utils.importing", "vllm.v1.worker.cpu_worker"),
-)
+# Warnings that vLLM gives on every CPU, by module. They say that it lacks what a GPU or a faster build has, or that it
+# does what ON_CPU asks. Each is the beginning of a message in vLLM's source.
+CPU_NOISE = {
+    "vllm.config.vllm": (
+        "Enforce eager set",
+        "Inductor compilation was disabled by user settings",
+        "Model Runner V2 requires Triton",
+    ),
+    "vllm.engine.arg_utils": (
+        "The global random seed is set to %d. Since VLLM_ENABLE_V1_MULTIPROCESSING",
+        "This model does not officially support disabling chunked prefill",
+    ),
+    "vllm.model_executor.layers.indexer_topk": ("Failed to import the DeepSelect extension",),
+    "vllm.model_executor.layers.utils": ("Failed to create oneDNN linear, fallback to torch linear",),
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type to float32"),
+    "vllm.triton_utils.dispatcher": ("Kernel %s is already registered",),  # from the second engine of a process
+    "vllm.triton_utils.importing": ("Triton is installed, but",),
+    "vllm.v1.worker.cpu_worker": (
+        "%s is not found in LD_PRELOAD",
+        "CPU backend doesn't allow to use `torch.set_num_threads`",
+    ),
+}
 
 
 def prepare() -> None:
@@ -88,7 +103,8 @@ def is_worth_reading(record: logging.LogRecord) -> bool:
     """Return False for vLLM's messages, errors aside, that only say what we have chosen, or that it runs on a CPU."""
     if record.levelno > logging.WARNING:
         return True
-    return record.name not in CPU_NOISE and not record.getMessage().startswith(NOISE.get(record.name, ()))
+    own, noise = NOISE.get(record.name, ()), CPU_NOISE.get(record.name, ())
+    return not record.getMessage().startswith(own) and not str(record.msg).startswith(noise)
 
 
 def set_defaults(environment: MutableMapping[str, str], *, cuda: bool) -> None:

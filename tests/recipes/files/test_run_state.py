@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,26 +108,34 @@ def test_what_is_later_than_a_resume_is_moved_away(tmp_path: Path) -> None:
     assert run_state.whole_checkpoints(tmp_path) == [tmp_path / "checkpoint-2"]
 
 
-def test_going_back_leaves_checkpoints_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kill", range(10))
+def test_going_back_is_done_or_not_wherever_it_is_killed(
+    kill: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (2, 4, 6):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 6, "adapter")
-    rename, renamed = os.rename, list[str]()
+    changes = iter(range(kill))
 
-    def or_killed(source: Path, target: Path) -> None:
-        if len(renamed) == 2:
-            raise KeyboardInterrupt
-        renamed.append(source.name)
-        rename(source, target)
+    def until_killed(change: Callable[..., None]) -> Callable[..., None]:
+        def or_killed(*arguments: object, **options: object) -> None:
+            if next(changes, None) is None:
+                raise KeyboardInterrupt
+            change(*arguments, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "rename", or_killed)
+        return or_killed
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for name in ("mkdir", "rename", "unlink", "rmdir"):
+            patch.setattr(os, name, until_killed(getattr(os, name)))
         run_state.leave_later(tmp_path, 2)
-    assert renamed == ["adapter", "checkpoint-6"]
-    assert run_state.starting_point(tmp_path, True) == tmp_path / "checkpoint-4"
-    assert run_state.leave_later(tmp_path, 2) == tmp_path / "_left-2"
-    assert run_state.starting_point(tmp_path, True) == tmp_path / "checkpoint-2"
-    assert contents(tmp_path / "_left-1") == renamed and contents(tmp_path / "_left-2") == ["checkpoint-4"]
+    is_done = (tmp_path / "_left-1").exists()
+    before = [tmp_path / f"checkpoint-{step}" for step in ((2,) if is_done else (2, 4, 6))]
+    assert is_done == (kill > 2) and run_state.whole_checkpoints(tmp_path) == before
+    assert run_state.starting_point(tmp_path, True) == before[-1]
+    run_state.leave_later(tmp_path, 2)  # the next start does this too
+    left = [f"_left-1/{name}" for name in ("adapter", "checkpoint-4", "checkpoint-6")]
+    assert contents(tmp_path) == ["_left-1", *left, "checkpoint-2"]
 
 
 def test_a_checkpoint_from_elsewhere_is_not_mixed_in(tmp_path: Path) -> None:
